@@ -1,0 +1,250 @@
+"""After a prefill/decode handoff the first decode step has its draft input.
+
+Pins the whole contract of ``disagg_first_decode``: what DSPARK rebuilds with the
+overlap schedule on and off, what the relay holds then, what happens to an
+algorithm that rebuilds nothing, and the start-up refusal that keeps such an
+algorithm from ever getting there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from sglang.srt.arg_groups import speculative_hook
+from sglang.srt.disaggregation import decode_schedule_batch_mixin
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.dspark_components import disagg_first_decode
+from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+DSPARK = SpeculativeAlgorithm.DSPARK
+POOL_ROWS = 8
+# DSPARK relays no hidden states; asking would need a published server config.
+no_hidden_states = mock.patch(
+    "sglang.srt.speculative.spec_utils.spec_need_hidden_states", return_value=False
+)
+# Older releases pin relay rows to a stream whatever the device; the CPU has none.
+no_streams = mock.patch.object(torch.Tensor, "record_stream", lambda *_: None)
+
+
+def make_future_map(algorithm=DSPARK) -> FutureMap:
+    pool = SimpleNamespace(
+        size=POOL_ROWS - 1,
+        req_to_token=torch.zeros((POOL_ROWS, 16), dtype=torch.int32),
+    )
+    return FutureMap(torch.device("cpu"), algorithm, pool)
+
+
+class PrebuiltBatch(decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin):
+    """The fields of a batch that ``process_prebuilt`` touches."""
+
+    def __init__(self, algorithm, tokens, rows, seq_lens, overlap):
+        self.spec_algorithm = algorithm
+        self.enable_overlap = overlap
+        self.device = "cpu"
+        self.tree_cache = mock.MagicMock()
+        self.req_pool_indices = torch.tensor(rows, dtype=torch.int64)
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int64)
+        self.reqs = [
+            SimpleNamespace(
+                rid=f"rid-{i}", output_ids=[token], grammar=None,
+                swa_branching_seqlen=None,
+            )
+            for i, token in enumerate(tokens)
+        ]  # fmt: skip
+        self.spec_info = None
+        self.input_ids = None
+
+    def batch_size(self):
+        return len(self.reqs)
+
+
+def hand_off(algorithm=DSPARK, overlap=True, tokens=(41, 42), future_map=None):
+    """Run the real prebuilt path for two requests and return (batch, future_map)."""
+    future_map = future_map or make_future_map()
+    batch = PrebuiltBatch(
+        algorithm, tokens, rows=[5, 2], seq_lens=[30, 7], overlap=overlap
+    )
+    arguments = [future_map]
+    if "server_args" in inspect.signature(batch.process_prebuilt).parameters:
+        arguments.insert(0, SimpleNamespace())
+    names = ("checkpoint_kv_cache", "maybe_cache_unfinished_req")
+    with mock.patch.multiple(
+        decode_schedule_batch_mixin,
+        **{
+            name: mock.DEFAULT
+            for name in names
+            if hasattr(decode_schedule_batch_mixin, name)
+        },
+    ):
+        batch.process_prebuilt(*arguments)
+    return batch, future_map
+
+
+class TestDSparkHandoffInput(CustomTestCase):
+    def setUp(self):
+        for patch in (no_hidden_states, no_streams):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_input_is_complete(self):
+        """Without it the first decode step finds None and the scheduler dies."""
+        for overlap in (True, False):
+            with self.subTest(overlap=overlap):
+                batch, _ = hand_off(overlap=overlap)
+                self.assertIsNotNone(batch.spec_info)
+                self.assertEqual(batch.spec_info.bonus_tokens.tolist(), [41, 42])
+                self.assertEqual(batch.spec_info.new_seq_lens.tolist(), [30, 7])
+
+    def test_overlap_rows_are_relayed(self):
+        """The next step reads the relay by request row and must find these tokens."""
+        batch, future_map = hand_off(overlap=True)
+        self.assertEqual(batch.spec_info.future_indices.tolist(), [5, 2])
+        self.assertEqual(future_map.new_seq_lens_buf[[5, 2]].tolist(), [30, 7])
+        batch.spec_info.bonus_tokens = torch.zeros(2, dtype=torch.int64)
+        future_map._resolve_spec_extras(batch)
+        self.assertEqual(batch.spec_info.bonus_tokens.tolist(), [41, 42])
+
+    def test_nothing_is_relayed_without_overlap(self):
+        batch, _ = hand_off(overlap=False)
+        self.assertIsNone(batch.spec_info.future_indices)
+
+    def test_handed_off_rows_survive_filter_and_merge(self):
+        running, future_map = hand_off(overlap=True)
+        running.spec_info.filter_batch(torch.tensor([1]), [1])
+        arrived = make_next_draft_input(
+            bonus_tokens=torch.tensor([77]), new_seq_lens=torch.tensor([9])
+        )
+        newcomer = PrebuiltBatch(DSPARK, [77], rows=[6], seq_lens=[9], overlap=True)
+        disagg_first_decode.enter_first_decode(newcomer, arrived, future_map)
+        running.spec_info.merge_batch(arrived)
+        self.assertEqual(running.spec_info.future_indices.tolist(), [2, 6])
+        running.reqs = [running.reqs[1], newcomer.reqs[0]]
+        future_map._resolve_spec_extras(running)
+        self.assertEqual(running.spec_info.bonus_tokens.tolist(), [42, 77])
+
+
+class TestOwnBuilder(CustomTestCase):
+    """The builder for releases without a DSPARK branch, whatever the release."""
+
+    def setUp(self):
+        for patch in (no_hidden_states, no_streams):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def build(self, overlap):
+        future_map = make_future_map()
+        batch = PrebuiltBatch(
+            DSPARK, (41, 42), rows=[5, 2], seq_lens=[30, 7], overlap=overlap
+        )
+        built = disagg_first_decode.build_first_decode_input(
+            batch, torch.tensor([41, 42]), future_map
+        )
+        return batch, built, future_map
+
+    def test_matches_what_the_release_builds(self):
+        for overlap in (True, False):
+            with self.subTest(overlap=overlap):
+                _, built, future_map = self.build(overlap)
+                reference, reference_map = hand_off(overlap=overlap)
+                reference = reference.spec_info
+                self.assertEqual(type(built), type(reference))
+                self.assertTrue(torch.equal(built.bonus_tokens, reference.bonus_tokens))
+                self.assertTrue(torch.equal(built.new_seq_lens, reference.new_seq_lens))
+                self.assertEqual(
+                    built.future_indices is None, reference.future_indices is None
+                )
+                if overlap:
+                    rows = [5, 2]
+                    self.assertEqual(
+                        future_map.output_tokens_buf[rows].tolist(),
+                        reference_map.output_tokens_buf[rows].tolist(),
+                    )
+
+
+class TestFirstDecodeContract(CustomTestCase):
+    def setUp(self):
+        for patch in (no_hidden_states, no_streams):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_missing_input_is_refused(self):
+        """An algorithm that rebuilds nothing is named here, not one step later."""
+        with mock.patch.object(
+            SpeculativeAlgorithm, "build_disagg_draft_input", return_value=None
+        ):
+            with self.assertRaisesRegex(RuntimeError, "DSPARK.*2 request.*draft input"):
+                hand_off()
+
+    def test_unrelayed_input_is_relayed_under_overlap(self):
+        """A builder that forgets the relay must not lose its token in a merge."""
+        future_map = make_future_map()
+        forgetful = make_next_draft_input(
+            bonus_tokens=torch.tensor([41, 42]), new_seq_lens=torch.tensor([30, 7])
+        )
+        with mock.patch.object(
+            SpeculativeAlgorithm, "build_disagg_draft_input", return_value=forgetful
+        ):
+            batch, _ = hand_off(future_map=future_map)
+        self.assertEqual(batch.spec_info.future_indices.tolist(), [5, 2])
+        self.assertEqual(future_map.output_tokens_buf[[5, 2]].tolist(), [41, 42])
+
+    def test_plain_decode_is_left_alone(self):
+        none = SpeculativeAlgorithm.NONE
+        batch, future_map = hand_off(none, future_map=make_future_map(none))
+        self.assertIsNone(batch.spec_info)
+        self.assertEqual(future_map.output_tokens_buf[[5, 2]].tolist(), [41, 42])
+
+
+class TestStartUpRefusal(CustomTestCase):
+    def test_who_takes_a_handoff(self):
+        takes = disagg_first_decode.takes_handoff
+        for name in ("DSPARK", "EAGLE", "EAGLE3"):
+            self.assertTrue(takes(SpeculativeAlgorithm.from_string(name)), name)
+        for name in ("NGRAM", "STANDALONE"):
+            self.assertFalse(takes(SpeculativeAlgorithm.from_string(name)), name)
+
+    def test_only_the_decode_engine_is_refused(self):
+        ngram = SpeculativeAlgorithm.NGRAM
+        for mode in ("null", "prefill"):
+            args = SimpleNamespace(disaggregation_mode=mode)
+            disagg_first_decode.refuse_without_handoff(ngram, args)
+        args = SimpleNamespace(disaggregation_mode="decode")
+        disagg_first_decode.refuse_without_handoff(DSPARK, args)
+        disagg_first_decode.refuse_without_handoff(None, args)
+        with self.assertRaisesRegex(ValueError, "NGRAM.*--disaggregation-mode decode"):
+            disagg_first_decode.refuse_without_handoff(ngram, args)
+
+    def test_argument_resolution_refuses(self):
+        """The refusal happens while arguments are resolved, before any weight."""
+        # Older releases resolve everything in the constructor, models included.
+        unresolved = (
+            mock.patch.object(ServerArgs, "__post_init__", lambda _: None)
+            if dataclasses.is_dataclass(ServerArgs)
+            else contextlib.nullcontext()
+        )
+        with unresolved:
+            server_args = ServerArgs(
+                model_path="unused",
+                device="cpu",
+                speculative_algorithm="NGRAM",
+                disaggregation_mode="decode",
+            )
+        with self.assertRaisesRegex(ValueError, "NGRAM cannot run with"):
+            speculative_hook.handle_speculative_decoding(server_args)
+
+
+if __name__ == "__main__":
+    unittest.main()
