@@ -1,0 +1,215 @@
+"""Starts engines and routers side by side and stops them whatever happens.
+
+Life cycle of a bed: `with Bed("name") as bed` makes a folder for logs; `bed.start`
+launches engines together and returns once each answers `/health`; `bed.start_router`
+puts a router before some of them; leaving the block stops everything. The logs stay
+when something failed and are removed otherwise, unless `keep_logs` asks for them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dspark_pd.bed import diagnosis, web
+from dspark_pd.bed.counters import bytes_posted
+from dspark_pd.bed.errors import BedError
+from dspark_pd.bed.ports import LOOPBACK, claim_port, free_port
+from dspark_pd.bed.process import Process, stop_all
+from dspark_pd.bed.specs import EngineSpec, RouterSpec, base_environment
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Spec = TypeVar("Spec", EngineSpec, RouterSpec)
+
+START_TIMEOUT_S = 300.0
+_POLL_S = 0.5
+_PROGRESS_EVERY_S = 15.0
+
+Say = Callable[[str], None]
+
+
+class Server(Process):
+    """A child that serves HTTP on the loopback interface."""
+
+    host = LOOPBACK
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Base address, without a slash at the end."""
+        return f"http://{self.host}:{self.port}"
+
+    def healthy(self) -> bool:
+        """The child runs and answers `/health`."""
+        return self.alive() and web.is_healthy(self.url)
+
+
+class Engine(Server):
+    """A started engine; `spec` is what it was asked to be."""
+
+    def __init__(self, spec: EngineSpec, folder: Path) -> None:
+        self.spec = spec
+        self.port = _port(spec.port, spec.name)
+        self.bootstrap_port = None
+        if spec.role == "prefill":
+            self.bootstrap_port = _port(spec.bootstrap_port, f"{spec.name} bootstrap")
+        self.stats_dir = folder / f"{spec.name}.stats"
+        self.stats_dir.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            spec.name,
+            spec.command(self.port, self.bootstrap_port),
+            spec.environment(self.stats_dir),
+            folder / f"{spec.name}.log",
+        )
+
+    def bytes_posted(self) -> int:
+        """Bytes its ranks have handed to NIXL since it started."""
+        return bytes_posted(self.stats_dir)
+
+    def flush_cache(self, timeout_s: float = 30.0) -> None:
+        """Empty the radix cache (and host pools) of an idle engine."""
+        web.call(f"{self.url}/flush_cache?timeout={timeout_s:.0f}", {}, timeout_s + 10)
+
+
+class Router(Server):
+    """A started router."""
+
+    def __init__(self, spec: RouterSpec, folder: Path) -> None:
+        self.spec = spec
+        self.port = _port(spec.port, spec.name)
+        super().__init__(
+            spec.name,
+            spec.command(self.port, free_port()),
+            base_environment(),
+            folder / f"{spec.name}.log",
+        )
+
+    def healthy(self) -> bool:
+        """The router runs and has a usable engine of each role."""
+        return super().healthy() and _is_ready(self.url)
+
+
+class Bed:
+    """Owner of a set of servers and of their log folder."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        folder: Path | None = None,
+        say: Say | None = None,
+        keep_logs: bool = False,
+        start_timeout_s: float | None = None,
+    ) -> None:
+        root = Path(os.environ.get("DSPARK_PD_LOG_DIR") or ".demo")
+        self.folder = (folder or root / f"{name}-{os.getpid()}").resolve()
+        self.keep_logs = keep_logs
+        self.servers: list[Server] = []
+        self._say = say or say_to_stderr
+        self._limit_s = start_timeout_s or START_TIMEOUT_S
+        self._names: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, exc_type: object, *_: object) -> None:
+        self.stop()
+        if exc_type is None and not self.keep_logs:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            self._say(f"logs: {self.folder}")
+
+    def start(self, specs: Sequence[EngineSpec]) -> list[Engine]:
+        """Start engines side by side; returns them, ready, in the order of `specs`.
+
+        When one fails, all of this call are stopped and BedError tells which, the
+        likely cause and the end of its log.
+        """
+        engines = [Engine(self._unique(spec), self.folder) for spec in specs]
+        self._bring_up(engines)
+        return engines
+
+    def start_router(self, spec: RouterSpec) -> Router:
+        """Start a router and wait until it can serve requests."""
+        router = Router(self._unique(spec), self.folder)
+        self._bring_up([router])
+        return router
+
+    def stop(self, *servers: Server) -> None:
+        """Stop the given servers, or all of them."""
+        chosen = list(servers) or list(self.servers)
+        stop_all(chosen)
+        self.servers = [s for s in self.servers if s not in chosen]
+
+    def assert_healthy(self) -> None:
+        """Every server runs and answers; BedError names the first that does not."""
+        for server in self.servers:
+            if not server.healthy():
+                raise diagnosis.failure(server, "is not healthy")
+
+    def _unique(self, spec: Spec) -> Spec:
+        # A restarted engine gets a log of its own.
+        count = self._names[spec.name] = self._names.get(spec.name, 0) + 1
+        if count == 1:
+            return spec
+        return replace(spec, name=f"{spec.name}.{count}")
+
+    def _bring_up(self, servers: Sequence[Server]) -> None:
+        self.servers += servers
+        try:
+            for server in servers:
+                server.start()
+            self._wait_ready(list(servers))
+        except BaseException:
+            self.stop(*servers)
+            raise
+
+    def _wait_ready(self, waiting: list[Server]) -> None:
+        began = said = time.monotonic()
+        while waiting:
+            for server in list(waiting):
+                if server.poll() is not None:
+                    raise diagnosis.failure(server, "ended while it started")
+                if server.healthy():
+                    waiting.remove(server)
+                    self._say(f"{server.name}: ready after {_since(began)}")
+            now = time.monotonic()
+            if waiting and now - began > self._limit_s:
+                raise diagnosis.failure(
+                    waiting[0], f"was not ready after {self._limit_s:.0f} s"
+                )
+            if waiting and now - said > _PROGRESS_EVERY_S:
+                said = now
+                names = ", ".join(server.name for server in waiting)
+                self._say(f"waiting for {names} ({_since(began)})")
+            time.sleep(_POLL_S)
+
+
+def _port(asked: int | None, owner: str) -> int:
+    return free_port() if asked is None else claim_port(asked, owner)
+
+
+def _since(began: float) -> str:
+    return f"{time.monotonic() - began:.0f} s"
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        web.open_url(f"{url}/readiness", timeout_s=5.0).close()
+    except BedError:
+        return False
+    return True
+
+
+def say_to_stderr(text: str) -> None:
+    """One progress line."""
+    print(f"[bed] {text}", file=sys.stderr, flush=True)

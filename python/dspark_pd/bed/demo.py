@@ -1,0 +1,201 @@
+"""The demo: real engines, one table.
+
+Life cycle: check what can be checked in a second; then wave by wave start engines,
+put a router before each pair, send the same prompts, stop the engines; then compare,
+print, and leave with 0 when every claim held, 1 when one did not, 2 when what was
+asked cannot be done on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark_pd.bed import checks, modes
+from dspark_pd.bed.bed import Bed, Engine
+from dspark_pd.bed.client import Client
+from dspark_pd.bed.errors import BedError
+from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
+from dspark_pd.bed.ports import claim_port
+from dspark_pd.bed.prompts import Prompt, make_prompts
+from dspark_pd.bed.report import Report, Run
+from dspark_pd.bed.specs import RouterSpec
+
+EXIT_OK, EXIT_DIFFERS, EXIT_USAGE = 0, 1, 2
+EXIT_INTERRUPTED = 130
+_REQUESTS = 8
+_SEED = 7
+_PARALLEL = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `dspark-pd demo`."""
+    names = ", ".join(mode.key for wave in modes.WAVES for mode in wave.modes)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report")
+    parser.add_argument("--modes", metavar="A,B", help=f"only these of: {names}")
+    parser.add_argument("--requests", metavar="N", type=int, default=_REQUESTS)
+    parser.add_argument("--model", metavar="DIR", type=Path, default=MODELS.target)
+    parser.add_argument("--draft", metavar="DIR", type=Path, default=MODELS.draft_full)
+    parser.add_argument(
+        "--port", metavar="N", type=int, help="router port (default: a free one)"
+    )
+    parser.add_argument("--log-dir", metavar="DIR", type=Path)
+    parser.add_argument(
+        "--keep-logs", action="store_true", help="also when everything went well"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns the exit code and prints everything a user needs."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        report = _run(args)
+    except BedError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return EXIT_USAGE if error.usage else EXIT_DIFFERS
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted; everything it started is stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if args.json:
+        args.json.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    return _conclude(report)
+
+
+def _as_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _run(args: argparse.Namespace) -> Report:
+    began = time.monotonic()
+    waves = _chosen(args.modes)
+    pair = modes.Pair(args.model.resolve(), args.draft.resolve())
+    check_checkpoint(pair.target, "--model")
+    gamma = check_draft(pair.draft, "--draft")
+    _check_writable(args.json)
+    installed = checks.check_installed()
+    for wave in waves:
+        checks.check_memory([modes.ENGINES[name](pair) for name in wave.engines])
+    router_port = None if args.port is None else claim_port(args.port, "--port")
+    prompts = make_prompts(args.requests, seed=_SEED)
+    with Bed("demo", folder=args.log_dir, say=_say, keep_logs=args.keep_logs) as bed:
+        _say(f"SGLang {installed.sglang}, gamma {gamma}, logs in {bed.folder}")
+        runs: list[Run] = []
+        for wave in waves:
+            runs += _run_wave(bed, wave, pair, prompts, router_port)
+    _say(f"all engines stopped after {time.monotonic() - began:.0f} s")
+    return Report(installed.sglang, gamma, tuple(runs))
+
+
+def _chosen(text: str | None) -> list[modes.Wave]:
+    try:
+        return modes.choose(text.split(",") if text else None)
+    except KeyError as error:
+        known = ", ".join(mode.key for wave in modes.WAVES for mode in wave.modes)
+        raise BedError(
+            f"--modes: no mode {error.args[0]!r}",
+            expected=f"names out of: {known}",
+            found=str(text),
+            next_step="correct the name",
+            usage=True,
+        ) from None
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is not None and not path.resolve().parent.is_dir():
+        raise BedError(
+            f"--json {path} cannot be written",
+            expected="a file in a folder that exists",
+            found=f"no folder {path.resolve().parent}",
+            next_step=f"mkdir -p {path.resolve().parent}",
+            usage=True,
+        )
+
+
+def _run_wave(
+    bed: Bed,
+    wave: modes.Wave,
+    pair: modes.Pair,
+    prompts: Sequence[Prompt],
+    router_port: int | None,
+) -> list[Run]:
+    _say(f"starting {', '.join(wave.engines)} (about a minute on two cores)")
+    engines = dict(
+        zip(
+            wave.engines,
+            bed.start([modes.ENGINES[name](pair) for name in wave.engines]),
+            strict=True,
+        )
+    )
+    runs = [
+        _run_mode(
+            bed, mode, [engines[name] for name in mode.engines], prompts, router_port
+        )
+        for mode in wave.modes
+    ]
+    bed.assert_healthy()
+    bed.stop()
+    return runs
+
+
+def _run_mode(
+    bed: Bed,
+    mode: modes.Mode,
+    engines: list[Engine],
+    prompts: Sequence[Prompt],
+    router_port: int | None,
+) -> Run:
+    router = None
+    if len(engines) == 1:
+        client = Client.unified(engines[0])
+    else:
+        prefill, decode = engines
+        spec = RouterSpec(f"router-{mode.key}", [prefill], [decode], port=router_port)
+        router = bed.start_router(spec)
+        client = Client.router(router)
+    before = engines[0].bytes_posted()
+    began = time.monotonic()
+    replies = client.generate(
+        [prompt.ids for prompt in prompts],
+        [prompt.max_new_tokens for prompt in prompts],
+        parallel=_PARALLEL,
+    )
+    seconds = time.monotonic() - began
+    moved = engines[0].bytes_posted() - before
+    if router is not None:
+        bed.stop(router)
+    _say(f"{mode.key}: {len(replies)} requests in {seconds:.1f} s")
+    return Run(mode, tuple(replies), moved, seconds)
+
+
+def _conclude(report: Report) -> int:
+    print(f"\n{report.table()}\n")
+    print(
+        "verify steps = passes of the target over drafted tokens; accept length = tokens"
+        f" per pass\n(1 = every draft refused, {report.gamma + 1} = every draft accepted)."
+        " Output is identical even when the draft is blind:\nthe accept length tells"
+        " whether its context arrived.\n"
+    )
+    claims = report.claims()
+    for claim in claims:
+        print(f"  {'ok  ' if claim.holds else 'FAIL'} {claim.text}")
+    return EXIT_OK if all(claim.holds for claim in claims) else EXIT_DIFFERS
+
+
+def _say(text: str) -> None:
+    print(f"[demo] {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m dspark_pd.bed.demo`."""
+    parser = argparse.ArgumentParser(prog="dspark-pd demo", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What the demo runs, as data: engines, the modes that use them, and the order.
+
+A `Wave` is a set of engines that run at the same time; two waves never do, which keeps
+memory low. To show another mode, add its engines to `ENGINES` and a `Mode` to a wave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dspark_pd.bed.specs import EngineSpec
+
+UNIFIED, NO_SPEC = "unified", "no-spec"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The checkpoints one demo run serves."""
+
+    target: Path
+    draft: Path
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One row of the table. `engines` names one unified engine, or prefill and decode.
+
+    `key` is the name in the `parity` part of the report and unique; `name` is the
+    `mode` of the run and may repeat with another `pp`. `exact` modes must reproduce
+    the accept length of unified serving.
+    """
+
+    key: str
+    name: str
+    title: str
+    engines: tuple[str, ...]
+    exact: bool = True
+    reference: str = UNIFIED
+    pp: int = 1
+    tp: int = 1
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Modes whose engines are started side by side."""
+
+    modes: tuple[Mode, ...]
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Names of all engines, each once, in order of first use."""
+        return tuple(
+            dict.fromkeys(name for mode in self.modes for name in mode.engines)
+        )
+
+
+def _no_spec(pair: Pair) -> EngineSpec:
+    return EngineSpec("no-spec", "unified", pair.target)
+
+
+def _unified(pair: Pair) -> EngineSpec:
+    return EngineSpec("unified", "unified", pair.target, pair.draft)
+
+
+def _prefill(pair: Pair) -> EngineSpec:
+    return EngineSpec("prefill", "prefill", pair.target, pair.draft)
+
+
+def _cold_prefill(pair: Pair) -> EngineSpec:
+    return EngineSpec("cold-prefill", "prefill", pair.target)
+
+
+def _decode(pair: Pair) -> EngineSpec:
+    # It also serves the mode without context, which is refused unless opted into.
+    env = {"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
+    return EngineSpec("decode", "decode", pair.target, pair.draft, env=env)
+
+
+ENGINES: Mapping[str, Callable[[Pair], EngineSpec]] = {
+    "no-spec": _no_spec,
+    "unified": _unified,
+    "prefill": _prefill,
+    "cold-prefill": _cold_prefill,
+    "decode": _decode,
+}
+
+WAVES: tuple[Wave, ...] = (
+    Wave(
+        (
+            Mode("no-spec", NO_SPEC, "one server, no speculation", ("no-spec",)),
+            Mode("unified", UNIFIED, "one server, DSPARK", ("unified",)),
+        )
+    ),
+    Wave(
+        (
+            Mode(
+                "pd-native",
+                "pd-native",
+                "prefill + decode, draft KV moves along",
+                ("prefill", "decode"),
+            ),
+            Mode(
+                "pd-no-context",
+                "pd-no-context",
+                "prefill + decode, draft starts cold",
+                ("cold-prefill", "decode"),
+                exact=False,
+            ),
+        )
+    ),
+)
+
+
+def choose(keys: list[str] | None, waves: tuple[Wave, ...] = WAVES) -> list[Wave]:
+    """Waves with only the asked modes and `unified`, which all are compared with.
+
+    Raises KeyError with the first name that is no mode.
+    """
+    if not keys:
+        return list(waves)
+    known = {mode.key for wave in waves for mode in wave.modes}
+    for key in keys:
+        if key not in known:
+            raise KeyError(key)
+    wanted = {*keys, UNIFIED}
+    kept = [
+        replace(wave, modes=tuple(m for m in wave.modes if m.key in wanted))
+        for wave in waves
+    ]
+    return [wave for wave in kept if wave.modes]

@@ -1,0 +1,196 @@
+"""What a demo run found: the JSON for programs, the table and the verdict for people.
+
+Accept length is completion tokens per target verify pass, the number SGLang reports
+as `spec_accept_length`; 1 means that nothing was accepted, gamma + 1 is the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspark_pd.bed.client import Reply
+from dspark_pd.bed.modes import NO_SPEC, UNIFIED, Mode
+
+SCHEMA = 1
+MIN_ACCEPT_WITH_CONTEXT = 3.5
+MAX_ACCEPT_WITHOUT_CONTEXT = 1.6
+_RATIO_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """All requests of one mode; `bytes_moved` is counted at the NIXL transfer."""
+
+    mode: Mode
+    replies: tuple[Reply, ...]
+    bytes_moved: int
+    seconds: float
+
+    @property
+    def verify_steps(self) -> tuple[int, ...]:
+        return tuple(reply.verify_steps for reply in self.replies)
+
+    @property
+    def tokens(self) -> int:
+        return sum(reply.completion_tokens for reply in self.replies)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Over all requests together; None without speculation."""
+        steps = sum(self.verify_steps)
+        return self.tokens / steps if steps else None
+
+    @property
+    def target_steps_per_token(self) -> float:
+        """Decode passes of the target per token; 1 without speculation."""
+        return sum(self.verify_steps) / self.tokens if any(self.verify_steps) else 1.0
+
+    def same_output(self, other: Run) -> bool:
+        """Every request gave the same tokens."""
+        mine = [reply.output_ids for reply in self.replies]
+        return mine == [reply.output_ids for reply in other.replies]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing the demo is there to show, and whether it held."""
+
+    text: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything one demo run found."""
+
+    sglang: str
+    gamma: int
+    runs: tuple[Run, ...]
+
+    def run(self, key: str) -> Run | None:
+        """The run of a mode, None when it was not asked for."""
+        return next((run for run in self.runs if run.mode.key == key), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report in schema version 1."""
+        return {
+            "schema": SCHEMA,
+            "sglang": self.sglang,
+            "gamma": self.gamma,
+            "runs": [_run_json(run) for run in self.runs],
+            "parity": {
+                run.mode.key: self._parity(run)
+                for run in self.runs
+                if run.mode.name not in (UNIFIED, NO_SPEC)
+            },
+        }
+
+    def _parity(self, run: Run) -> dict[str, Any]:
+        reference = self.run(run.mode.reference)
+        ratio = (run.accept_length or 0.0) / (reference.accept_length or 1.0)
+        return {
+            "identical_outputs": run.same_output(reference),
+            "accept_length_ratio": round(ratio, _RATIO_DIGITS),
+        }
+
+    def claims(self) -> list[Claim]:
+        """What must hold of the modes that ran."""
+        found: list[Claim] = []
+        for run in self.runs:
+            found += self._claims_of(run)
+        return found
+
+    def _claims_of(self, run: Run) -> list[Claim]:
+        key, reference = run.mode.key, self.run(run.mode.reference)
+        claims = []
+        if key != run.mode.reference:
+            text = f"{key}: every output equals {reference.mode.key}, token by token"
+            claims.append(Claim(text, run.same_output(reference)))
+        if run.mode.name == NO_SPEC:
+            return claims
+        accept = run.accept_length or 0.0
+        if not run.mode.exact:
+            text = f"{key}: accept length {accept:.2f} <= {MAX_ACCEPT_WITHOUT_CONTEXT}"
+            claims.append(Claim(text, 0 < accept <= MAX_ACCEPT_WITHOUT_CONTEXT))
+        elif key == run.mode.reference:
+            text = f"{key}: accept length {accept:.2f} >= {MIN_ACCEPT_WITH_CONTEXT}"
+            claims.append(Claim(text, accept >= MIN_ACCEPT_WITH_CONTEXT))
+        else:
+            text = f"{key}: verify steps of every request equal {reference.mode.key}"
+            claims.append(Claim(text, run.verify_steps == reference.verify_steps))
+        if len(run.mode.engines) > 1:
+            text = f"{key}: NIXL moved {run.bytes_moved:,} bytes"
+            claims.append(Claim(text, run.bytes_moved > 0))
+        return claims
+
+    def table(self) -> str:
+        """One row per run, aligned, with a header."""
+        rows = [_HEADER, *(self._row(run) for run in self.runs)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+    def _row(self, run: Run) -> tuple[str, ...]:
+        reference = self.run(run.mode.reference)
+        same = "yes" if run.same_output(reference) else "NO"
+        accept = run.accept_length
+        return (
+            run.mode.key,
+            f"{run.mode.pp}/{run.mode.tp}",
+            str(run.tokens),
+            str(sum(run.verify_steps)) if accept else "-",
+            f"{accept:.2f}" if accept else "-",
+            f"{run.target_steps_per_token:.2f}",
+            "reference" if run is reference else same,
+            f"{run.bytes_moved:,}",
+            run.mode.title,
+        )
+
+
+_HEADER = (
+    "mode",
+    "PP/TP",
+    "tokens",
+    "verify steps",
+    "accept length",
+    "steps/token",
+    "same output",
+    "bytes moved",
+    "what it is",
+)
+_LEFT = {0, 8}
+
+
+def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        text.ljust(width) if i in _LEFT else text.rjust(width)
+        for i, (text, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def _run_json(run: Run) -> dict[str, Any]:
+    mode = run.mode
+    return {
+        "mode": mode.name,
+        "pp": mode.pp,
+        "tp": mode.tp,
+        "overlap": mode.overlap,
+        "requests": [_request_json(i, reply) for i, reply in enumerate(run.replies)],
+        "accept_length": run.accept_length,
+        "target_steps_per_token": run.target_steps_per_token,
+        "bytes_moved": run.bytes_moved,
+    }
+
+
+def _request_json(index: int, reply: Reply) -> dict[str, Any]:
+    return {
+        "id": f"prompt-{index}",
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "output_sha256": reply.sha256,
+        "verify_steps": reply.verify_steps,
+        "accept_length": reply.accept_length,
+    }
