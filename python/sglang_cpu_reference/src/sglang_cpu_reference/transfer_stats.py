@@ -1,0 +1,47 @@
+"""How many bytes a process moved, in one small JSON file.
+
+``nixl-<pid>.json`` holds ``{"bytes_posted": int, "transfers": int}``. It is
+replaced as a whole after every completed transfer, so a reader never sees half a
+file and a killed process loses nothing but the transfer in flight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+STATS_DIR_ENV = "SGLANG_CPU_REFERENCE_STATS_DIR"
+
+_lock = threading.Lock()
+_total = {"bytes_posted": 0, "transfers": 0}
+
+
+class TransferStats:
+    """Counts each posted transfer once, when it completes.
+
+    Several agents of one process share the file and the total.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = Path(directory) / f"nixl-{os.getpid()}.json"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._open: set[int] = set()
+
+    def posted(self, handle: object) -> None:
+        with _lock:
+            self._open.add(id(handle))
+
+    def is_open(self, handle: object) -> bool:
+        return id(handle) in self._open
+
+    def completed(self, handle: object, moved: int) -> None:
+        """Add a finished transfer of ``moved`` bytes and write the file."""
+        with _lock:
+            self._open.discard(id(handle))
+            _total["bytes_posted"] += moved
+            _total["transfers"] += 1
+            partial = self._path.with_suffix(".tmp")
+            partial.write_text(json.dumps(_total))
+            os.replace(partial, self._path)
