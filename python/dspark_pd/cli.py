@@ -1,0 +1,169 @@
+"""The ``dspark-pd`` command: parse, run one verb, print, exit.
+
+Imports are inside the functions that need them: ``--help`` and a mistyped option answer
+at once, and no verb pays for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import dspark_pd
+from dspark_pd import exit_codes
+
+_VERBS: Final = {
+    "status": "what each hunk is to the target: applied, needed, not needed, conflict",
+    "list": "the hunks of the set, or one of them in full",
+    "diff": "the lines that apply would change",
+    "apply": "put the set on the target; twice is the same as once",
+    "revert": "take it off again, byte for byte",
+    "export": "write a branch or patch in SGLang's own form on a checkout",
+    "doctor": "compare a prefill and a decode engine before traffic",
+    "demo": "run prefill, decode and router with tiny models on this machine",
+}
+_MODULES: Final = {"list": "listing"}
+_PLANNING: Final = ("status", "diff", "apply", "revert")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are coded like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        from dspark_pd.errors import refuse
+
+        refuse("U001", message=message, verb=self.prog.partition(" ")[2])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
+    description = "A patch set on released SGLang: apply it, explain it, revert it."
+    codes = "\n".join(f"  {code}  {text}" for code, text in exit_codes.MEANINGS.items())
+    parser = _Parser(
+        prog="dspark-pd",
+        description=description,
+        epilog=f"exit codes:\n{codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"%(prog)s {dspark_pd.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, text in _VERBS.items():
+        if verb != "demo":
+            sub = verbs.add_parser(verb, help=text, description=text)
+            _add_options(verb, sub)
+    verbs.add_parser("demo", help=_VERBS["demo"], add_help=False)
+    return parser
+
+
+def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    if verb in _PLANNING:
+        _add_target(parser)
+    if verb in (*_PLANNING, "list", "export"):
+        _add_component(parser)
+    if verb in ("status", "diff", "apply"):
+        text = "treat the target as this release, where none can be read"
+        parser.add_argument("--assume-version", metavar="X.Y.Z", help=text)
+    if verb == "apply":
+        text = "check everything, write nothing; exit 1 if apply would change something"
+        parser.add_argument("--dry-run", action="store_true", help=text)
+    elif verb == "revert":
+        text = "restore originals over edited files, keeping each edit as FILE.edited"
+        parser.add_argument("--discard-edits", action="store_true", help=text)
+    elif verb == "list":
+        parser.add_argument("id", nargs="?", metavar="ID", help="one hunk, in full")
+        text = "every error message, with made-up values"
+        parser.add_argument("--errors", action="store_true", help=text)
+        text = "check the set itself (needs a clone of the repository)"
+        parser.add_argument("--check", action="store_true", help=text)
+    elif verb in ("export", "doctor"):
+        _add_lazily(verb, parser)
+
+
+def _add_lazily(verb: str, parser: argparse.ArgumentParser) -> None:
+    """Let a large verb define its options, only when it is the one that is asked."""
+    if verb in sys.argv[1:3] or "pytest" in sys.modules:
+        _module_of(verb).add_arguments(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument("-q", "--quiet", action="store_true", help="errors only")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="more detail")
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--overlay", type=Path, default=None, help=hidden)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "a checkout, a venv, a python, a site-packages or a folder sglang; "
+        "default: the SGLang of this interpreter"
+    )
+    parser.add_argument("--target", metavar="PATH", help=text)
+
+
+def _add_component(parser: argparse.ArgumentParser) -> None:
+    from dspark_pd.hunk_fields import COMPONENTS
+
+    text = "a part of the set (repeatable; default: all but cpu)"
+    names = [*COMPONENTS, "all"]
+    parser.add_argument("--component", action="append", choices=names, help=text)
+
+
+def _module_of(verb: str) -> Any:
+    if verb == "doctor":
+        return importlib.import_module("dspark_pd.doctor")
+    return importlib.import_module(f"dspark_pd.verbs.{_MODULES.get(verb, verb)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["demo"]:
+        # The bed parses its own options: they are an engine launcher's, not a tool's.
+        demo = importlib.import_module("dspark_pd.bed.demo")
+        return int(demo.main(given[1:]))
+    return _run(given)
+
+
+def _run(given: list[str]) -> int:
+    from dspark_pd.errors import Refused
+
+    options = argparse.Namespace(verb=None, json="--json" in given, quiet=False)
+    try:
+        options = build_parser().parse_args(given)
+        result = _module_of(options.verb).run(options)
+    except Refused as refused:
+        result = _refusal(refused.problems)
+    except KeyboardInterrupt:
+        print(
+            "interrupted; dspark-pd apply or revert goes on from here", file=sys.stderr
+        )
+        return 130
+    _print(options, result)
+    return int(result.exit_code)
+
+
+def _refusal(problems: list[Any]) -> Any:
+    from dspark_pd.result import Result
+
+    return Result(exit_code=problems[0].exit_code, problems=problems)
+
+
+def _print(options: argparse.Namespace, result: Any) -> None:
+    from dspark_pd import output
+
+    try:
+        if options.json:
+            output.as_json(options.verb, result, sys.stdout)
+        else:
+            output.as_text(result, options.quiet, getattr(options, "verbose", False))
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough.
+        sys.stderr.close()

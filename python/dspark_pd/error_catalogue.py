@@ -1,0 +1,396 @@
+"""Wording of every error, in one place, with data for a preview.
+
+Each error has a stable code, a title and four parts: what was expected, what was
+found, the likely cause and the next command. ``example`` holds made-up values for
+all fields, so that ``dspark-pd list --errors`` shows every message as a user would
+meet it, and so that a test can prove that no field is forgotten.
+
+The letter is the family: U usage, T target, S the set itself, H hunk against target,
+E edited by others, F file system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from dspark_pd import exit_codes
+
+
+@dataclass(frozen=True)
+class ErrorKind:
+    """One error: templates for ``str.format`` and the values of their preview."""
+
+    code: str
+    exit_code: int
+    title: str
+    expected: str
+    found: str
+    cause: str
+    next: str
+    example: dict[str, object] = field(default_factory=dict)
+
+
+_KINDS: Final = (
+    ErrorKind(
+        "U001",
+        exit_codes.USAGE,
+        "the command line is wrong",
+        "a verb and options as in dspark-pd --help",
+        "{message}",
+        "a mistyped option or a missing value",
+        "dspark-pd {verb} --help",
+        {"message": "unrecognized arguments: --dry", "verb": "apply"},
+    ),
+    ErrorKind(
+        "U002",
+        exit_codes.USAGE,
+        "{what} {name} is not known",
+        "one of: {known}",
+        "{name}",
+        "a mistyped name, or a name from another version of the set",
+        "dspark-pd list",
+        {"what": "hunk", "name": "relay.keep", "known": "relay.keep-input, ..."},
+    ),
+    ErrorKind(
+        "U003",
+        exit_codes.USAGE,
+        "the output of export is taken",
+        "a branch or file name that does not exist yet",
+        "{name}",
+        "an earlier export",
+        "{hint}",
+        {"name": "branch dspark-pd", "hint": "git branch -D dspark-pd"},
+    ),
+    ErrorKind(
+        "T101",
+        exit_codes.TARGET,
+        "no SGLang found",
+        "a folder sglang with __init__.py and srt/ in one of: {searched}",
+        "none",
+        "SGLang is installed in another environment than this command",
+        "dspark-pd status --target PATH (a venv, a checkout or a site-packages)",
+        {"searched": "/opt/serve/lib/python3.11/site-packages"},
+    ),
+    ErrorKind(
+        "T102",
+        exit_codes.TARGET,
+        "the release of the target cannot be read",
+        "sglang-X.Y.Z.dist-info beside {target}, or _version.py in it, or a git tag",
+        "none of them",
+        "a checkout without tags, or a copied folder",
+        "repeat the command with --assume-version X.Y.Z",
+        {"target": "/src/sglang/python/sglang"},
+    ),
+    ErrorKind(
+        "T103",
+        exit_codes.TARGET,
+        "SGLang {version} is not a release this set knows",
+        "one of: {releases}",
+        "{version}; tried by structure, {matched} of {total} hunks fit: {misfits}",
+        "a newer or a development build of SGLang",
+        "{hint}",
+        {
+            "version": "0.5.24",
+            "releases": "0.5.16, ..., 0.5.23",
+            "matched": 14,
+            "total": 15,
+            "misfits": "relay.keep-input (0 matches)",
+            "hint": "pip install -U sglang-dspark-pd",
+        },
+    ),
+    ErrorKind(
+        "T104",
+        exit_codes.TARGET,
+        "export needs {needed}",
+        "{needed}",
+        "{found}",
+        "{cause}",
+        "{hint}",
+        {
+            "needed": "a git checkout of SGLang",
+            "found": "/opt/serve/site-packages/sglang, not under git",
+            "cause": "the path names an installed SGLang",
+            "hint": "git clone https://github.com/sgl-project/sglang",
+        },
+    ),
+    ErrorKind(
+        "S201",
+        exit_codes.MISMATCH,
+        "{file}:{line}: not readable as YAML",
+        "YAML documents without repeated keys",
+        "{detail}",
+        "an edit of the patch set",
+        "python -m dspark_pd list --check",
+        {"file": "srt/x.py.hunks.yml", "line": 3, "detail": "key id is given twice"},
+    ),
+    ErrorKind(
+        "S202",
+        exit_codes.MISMATCH,
+        "{file}:{line}: {field} of {id} is wrong",
+        "{wanted}",
+        "{value}",
+        "an edit of the patch set",
+        "python -m dspark_pd list --check",
+        {
+            "file": "srt/x.py.hunks.yml",
+            "line": 3,
+            "id": "relay.keep-input",
+            "field": "metadata.kind",
+            "wanted": "one of wire, seam, gate, fix",
+            "value": "patch",
+        },
+    ),
+    ErrorKind(
+        "S203",
+        exit_codes.MISMATCH,
+        "the set contradicts itself: {what}",
+        "{wanted}",
+        "{value}",
+        "an edit of the patch set",
+        "python -m dspark_pd list --check",
+        {
+            "what": "id relay.keep-input",
+            "wanted": "each id once",
+            "value": "srt/x.py.hunks.yml:1 and srt/y.py.hunks.yml:20",
+        },
+    ),
+    ErrorKind(
+        "S204",
+        exit_codes.MISMATCH,
+        "ast-grep refuses the rules for {file}",
+        "rules that ast-grep {version} accepts",
+        "{detail}",
+        "an edit of the patch set, or another ast-grep than the pinned one",
+        "ast-grep scan -r {file}.hunks.yml {file}",
+        {"file": "srt/x.py", "version": "0.51.1", "detail": "unknown kind `iff`"},
+    ),
+    ErrorKind(
+        "H301",
+        exit_codes.MISMATCH,
+        "{id}: expected {wanted} match, found {count}",
+        "{wanted} match in {file}",
+        "{count}{lines}",
+        "{cause}",
+        "dspark-pd list {id}; nothing was written",
+        {
+            "id": "relay.keep-input",
+            "wanted": 1,
+            "count": 2,
+            "lines": " (lines 120, 188)",
+            "file": "srt/managers/overlap_utils.py",
+            "cause": "the file was edited, or this build is not the release it names",
+        },
+    ),
+    ErrorKind(
+        "H302",
+        exit_codes.MISMATCH,
+        "{id}: changes a line of SGLang",
+        "lines added to {file}, none changed",
+        "{change}",
+        "the fix does not repeat what its rule matched",
+        "repeat the matched node in fix, or give metadata.replaces a reason",
+        {"id": "relay.keep-input", "file": "srt/x.py", "change": "line 12: a -> b"},
+    ),
+    ErrorKind(
+        "H303",
+        exit_codes.MISMATCH,
+        "{id} and {other} replace the same text",
+        "every hunk of {file} touches its own place",
+        "both change line {line}",
+        "two hunks with metadata.replaces meet",
+        "join them into one hunk; nothing was written",
+        {"id": "a.call-x", "other": "a.call-y", "file": "srt/x.py", "line": 40},
+    ),
+    ErrorKind(
+        "H304",
+        exit_codes.MISMATCH,
+        "{file} would not compile",
+        "Python that this interpreter ({python}) compiles",
+        "line {line}: {detail}",
+        "hunks {ids} do not fit this build of SGLang",
+        "dspark-pd diff; nothing was written",
+        {
+            "file": "srt/x.py",
+            "python": "3.11",
+            "line": 41,
+            "detail": "unexpected indent",
+            "ids": "relay.keep-input",
+        },
+    ),
+    ErrorKind(
+        "H305",
+        exit_codes.MISMATCH,
+        "{id}: {file} is missing",
+        "{file} in the target",
+        "no such file",
+        "an incomplete install, or this build is not the release it names",
+        "pip install --force-reinstall --no-deps sglang=={version}",
+        {"id": "relay.keep-input", "file": "srt/x.py", "version": "0.5.23"},
+    ),
+    ErrorKind(
+        "H306",
+        exit_codes.MISMATCH,
+        "{file} exists already",
+        "no file of that name in the target: the set adds it",
+        "a file with other content",
+        "another patch set, or an SGLang that has its own module of that name",
+        "move it away, then repeat the command; nothing was written",
+        {"file": "srt/speculative/dspark_components/x.py"},
+    ),
+    ErrorKind(
+        "H307",
+        exit_codes.MISMATCH,
+        "{id}: nothing serves SGLang {version}",
+        "a variant for {version}, or its drop condition to hold ({drop})",
+        "variants for {ranges}; the condition does not hold",
+        "the set is older than this SGLang",
+        "pip install -U sglang-dspark-pd",
+        {
+            "id": "relay.keep-input",
+            "version": "0.5.23",
+            "drop": "release >=0.5.22",
+            "ranges": ">=0.5.16,<0.5.20",
+        },
+    ),
+    ErrorKind(
+        "E401",
+        exit_codes.EDITED,
+        "{file} was edited after apply",
+        "the content that apply wrote, or the original",
+        "neither",
+        "a hand edit, another patch set, or a merge",
+        "undo the edit, or dspark-pd revert --discard-edits (keeps a copy beside it)",
+        {"file": "srt/managers/overlap_utils.py"},
+    ),
+    ErrorKind(
+        "E402",
+        exit_codes.EDITED,
+        "{file} holds lines of {id} but no record says so",
+        "an unpatched file, or the record in .dspark_pd/",
+        "the inserted lines without a record",
+        "the state folder was deleted, or a patched tree was copied without it",
+        "pip install --force-reinstall --no-deps sglang=={version}, then apply",
+        {"file": "srt/x.py", "id": "relay.keep-input", "version": "0.5.23"},
+    ),
+    ErrorKind(
+        "E403",
+        exit_codes.EDITED,
+        "the kept original of {file} is damaged",
+        "content with sha256 {wanted}",
+        "{value}",
+        "someone changed the state folder .dspark_pd/",
+        "pip install --force-reinstall --no-deps sglang=={version}, then apply",
+        {
+            "file": "srt/x.py",
+            "wanted": "9f86d081",
+            "value": "no such file",
+            "version": "0.5.23",
+        },
+    ),
+    ErrorKind(
+        "E404",
+        exit_codes.EDITED,
+        "the record {path} cannot be used",
+        "JSON of schema {schema}",
+        "{value}",
+        "it was written by a newer dspark-pd, or edited",
+        "run the dspark-pd that applied the set, or reinstall SGLang",
+        {"path": "sglang/.dspark_pd/record.json", "schema": 1, "value": "schema 2"},
+    ),
+    ErrorKind(
+        "E405",
+        exit_codes.EDITED,
+        "{file} was left from SGLang {old}; the target is {new} now",
+        "files of {new}, or those that apply wrote on {old}",
+        "content that neither release nor this set explains",
+        "an update of SGLang over the applied set that was stopped or merged by hand",
+        "{hint}",
+        {
+            "file": "srt/x.py",
+            "old": "0.5.22",
+            "new": "0.5.23",
+            "hint": "pip install --force-reinstall --no-deps sglang==0.5.23",
+        },
+    ),
+    ErrorKind(
+        "E406",
+        exit_codes.EDITED,
+        "the checkout {path} has changes that are not committed",
+        "a clean work tree",
+        "{files}",
+        "work in progress, or an applied set",
+        "commit or stash them (after dspark-pd revert, if the set is applied)",
+        {"path": "/src/sglang", "files": "python/sglang/srt/x.py"},
+    ),
+    ErrorKind(
+        "F501",
+        exit_codes.FILE_SYSTEM,
+        "cannot write {path}",
+        "permission to replace files in the target",
+        "{detail}",
+        "a read-only mount, or an install owned by another user",
+        "repeat as the owner of the target; {left}",
+        {
+            "path": "sglang/srt/x.py",
+            "detail": "[Errno 13] Permission denied",
+            "left": "nothing was changed",
+        },
+    ),
+    ErrorKind(
+        "F502",
+        exit_codes.FILE_SYSTEM,
+        "no space left for {path}",
+        "room for a second copy of the touched files",
+        "{detail}",
+        "a full disk or quota",
+        "free some space and repeat; {left}",
+        {
+            "path": "sglang/srt/x.py",
+            "detail": "[Errno 28] No space left on device",
+            "left": "nothing was changed",
+        },
+    ),
+    ErrorKind(
+        "F503",
+        exit_codes.FILE_SYSTEM,
+        "the file system failed at {path}",
+        "reading and writing to work",
+        "{detail}",
+        "a broken disk or network mount",
+        "repair it and repeat; {left}",
+        {
+            "path": "sglang/srt/x.py",
+            "detail": "[Errno 5] Input/output error",
+            "left": "the state is recorded: run dspark-pd apply or revert",
+        },
+    ),
+    ErrorKind(
+        "F504",
+        exit_codes.FILE_SYSTEM,
+        "another dspark-pd works on {path}",
+        "one writer at a time",
+        "the target is locked",
+        "a second apply or revert runs on this machine",
+        "wait for it, then repeat the command",
+        {"path": "/opt/serve/lib/python3.11/site-packages/sglang"},
+    ),
+    ErrorKind(
+        "F505",
+        exit_codes.FILE_SYSTEM,
+        "the program {program} cannot be run",
+        "{program} beside the interpreter ({beside}) or on PATH",
+        "{detail}",
+        "{cause}",
+        "{hint}",
+        {
+            "program": "ast-grep",
+            "beside": "/opt/serve/bin",
+            "detail": "not found",
+            "cause": "the package ast-grep-cli is not installed here",
+            "hint": "pip install ast-grep-cli==0.51.1",
+        },
+    ),
+)
+
+CATALOGUE: Final = {kind.code: kind for kind in _KINDS}

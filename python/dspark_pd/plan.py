@@ -1,0 +1,240 @@
+"""Work out, in memory, what a target looks like with the set on it.
+
+``make_plan`` reads originals, asks ast-grep once per file, counts the matches, splices
+the added lines and compiles every result. It writes nothing and stops at no problem: a
+user learns of all of them at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from packaging.version import Version
+
+from dspark_pd import astgrep
+from dspark_pd.conditions import Originals
+from dspark_pd.errors import Problem
+from dspark_pd.hunk import Hunk
+from dspark_pd.insertion import Edit, NotAnInsertion, edits_of, normalise, splice
+from dspark_pd.patch_set import PatchSet
+from dspark_pd.selection import Choice, choose, modules_for
+
+_SCANS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file as upstream has it and as the set wants it."""
+
+    path: str
+    kind: Literal["add", "hunk"]
+    original: bytes | None
+    desired: bytes
+    hunks: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def added_lines(self) -> int:
+        old = self.original.count(b"\n") if self.original else 0
+        return self.desired.count(b"\n") - old
+
+
+@dataclass
+class Plan:
+    """Planned files by path, one choice per identity, and what stands in the way."""
+
+    files: dict[str, PlannedFile] = field(default_factory=dict)
+    choices: list[Choice] = field(default_factory=list)
+    misfits: dict[str, Problem] = field(default_factory=dict)
+    """Why an identity that is wanted cannot be applied."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def make_plan(
+    patch_set: PatchSet,
+    release: Version,
+    components: Iterable[str],
+    originals: Originals,
+) -> Plan:
+    """Return what ``components`` of the set make of a target of ``release``."""
+    components = tuple(components)
+    plan = Plan(choices=choose(patch_set, release, components, originals))
+    for choice in plan.choices:
+        if choice.verdict == "unserved":
+            plan.misfits[choice.identity] = _unserved(choice, release)
+    wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
+    _plan_hunks(plan, wanted, release, originals)
+    hunks = [choice.hunk for choice in wanted]
+    modules, problems = modules_for(patch_set, release, components, hunks)
+    plan.problems += problems
+    for module in modules:
+        source = patch_set.source(module)
+        original = originals(module.path)
+        if original not in (None, source):
+            plan.problems.append(Problem("H306", {"file": module.path}))
+        problem = compile_problem(module.path, source, [])
+        if problem:
+            plan.problems.append(problem)
+        plan.files[module.path] = PlannedFile(module.path, "add", None, source)
+    plan.problems = [*plan.misfits.values(), *plan.problems]
+    return plan
+
+
+def _plan_hunks(
+    plan: Plan, wanted: list[Choice], release: Version, originals: Originals
+) -> None:
+    by_target: dict[str, list[Choice]] = {}
+    for choice in wanted:
+        by_target.setdefault(choice.hunk.target, []).append(choice)
+    sources = {path: originals(path) for path in by_target}
+    with ThreadPoolExecutor(_SCANS_AT_ONCE) as pool:
+        scans = pool.map(
+            lambda path: _scan(path, sources[path], by_target[path]), by_target
+        )
+        for (path, choices), matches in zip(by_target.items(), scans, strict=True):
+            source = sources[path]
+            if source is None:
+                for choice in choices:
+                    plan.misfits[choice.identity] = _missing(choice, release)
+            else:
+                _plan_file(plan, path, source, choices, matches)
+
+
+def _scan(
+    path: str, source: bytes | None, choices: list[Choice]
+) -> list[astgrep.Match]:
+    if source is None:
+        return []
+    rules = [hunk.as_rule() for choice in choices for hunk in choice.variants]
+    return astgrep.scan(normalise(source)[0], rules, path)
+
+
+def _plan_file(
+    plan: Plan,
+    path: str,
+    source: bytes,
+    choices: list[Choice],
+    matches: list[astgrep.Match],
+) -> None:
+    plain, carriage_returns = normalise(source)
+    edits: list[Edit] = []
+    done: list[str] = []
+    for choice in choices:
+        try:
+            edits += _edits_of_choice(choice, plain, matches)
+            done.append(choice.identity)
+        except _Misfit as misfit:
+            plan.misfits[choice.identity] = misfit.problem
+    try:
+        desired = splice(source, edits, carriage_returns)
+    except ValueError as error:
+        plan.problems.append(_overlap(path, plain, edits, str(error)))
+        return
+    problem = compile_problem(path, desired, done)
+    if problem:
+        plan.problems.append(problem)
+    if edits:
+        kept = tuple(sorted(edits, key=lambda edit: edit.start))
+        plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
+
+
+class _Misfit(Exception):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.code)
+        self.problem = problem
+
+
+def _edits_of_choice(
+    choice: Choice, plain: bytes, matches: list[astgrep.Match]
+) -> list[Edit]:
+    """Return the edits of the first variant whose count is right."""
+    for hunk in choice.variants:
+        found = [match for match in matches if match.rule_id == hunk.id]
+        if len(found) == hunk.expect:
+            return [
+                edit for match in found for edit in _edits_of_match(hunk, match, plain)
+            ]
+    hunk = choice.hunk
+    found = [match for match in matches if match.rule_id == hunk.id]
+    raise _Misfit(_wrong_count(hunk, found))
+
+
+def _edits_of_match(hunk: Hunk, match: astgrep.Match, plain: bytes) -> list[Edit]:
+    try:
+        edits = edits_of(match, plain, replaces=hunk.replaces is not None)
+    except NotAnInsertion as error:
+        change = f"line {match.line}: {error}"
+        fields = {"id": hunk.identity, "file": hunk.target, "change": change}
+        raise _Misfit(Problem("H302", fields)) from None
+    for edit in edits:
+        if hunk.replaces is None and _already_there(edit, plain):
+            fields = {"id": hunk.identity, "file": hunk.target, "version": "X.Y.Z"}
+            raise _Misfit(Problem("E402", fields))
+    return edits
+
+
+def _already_there(edit: Edit, plain: bytes) -> bool:
+    """Whether the lines to insert stand at their place already, without a record."""
+    text = edit.text.encode("utf-8")
+    around = plain[max(0, edit.start - len(text)) : edit.start + len(text)]
+    return text.strip() in around and b"\n" in text
+
+
+def _wrong_count(hunk: Hunk, found: list[astgrep.Match]) -> Problem:
+    lines = ", ".join(str(match.line) for match in found)
+    cause = "the file was edited, or this build is not the release it names"
+    fields = {
+        "id": hunk.identity,
+        "file": hunk.target,
+        "wanted": hunk.expect,
+        "count": len(found),
+        "lines": f" (lines {lines})" if lines else "",
+        "cause": cause,
+    }
+    return Problem("H301", fields)
+
+
+def _unserved(choice: Choice, release: Version) -> Problem:
+    kind, argument = choice.hunk.drop_when
+    fields = {
+        "id": choice.identity,
+        "version": release,
+        "drop": f"{kind} {argument}",
+        "ranges": choice.detail,
+    }
+    return Problem("H307", fields)
+
+
+def _missing(choice: Choice, release: Version) -> Problem:
+    fields = {"id": choice.identity, "file": choice.hunk.target, "version": release}
+    return Problem("H305", fields)
+
+
+def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Problem:
+    late = next(edit for edit in edits if edit.hunk_id == hunk_id)
+    other = next(
+        (e for e in edits if e.hunk_id != hunk_id and e.end > late.start), late
+    )
+    line = plain[: late.start].count(b"\n") + 1
+    fields = {"id": hunk_id, "other": other.hunk_id, "file": path, "line": line}
+    return Problem("H303", fields)
+
+
+def compile_problem(path: str, source: bytes, hunks: list[str]) -> Problem | None:
+    """Return H304 if ``source`` does not compile."""
+    try:
+        compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        fields = {
+            "file": path,
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "line": getattr(error, "lineno", None) or 0,
+            "detail": getattr(error, "msg", None) or str(error),
+            "ids": ", ".join(hunks) or "(a module of the set)",
+        }
+        return Problem("H304", fields)
+    return None

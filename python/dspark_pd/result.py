@@ -1,0 +1,27 @@
+"""What a verb returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dspark_pd import exit_codes
+from dspark_pd.errors import Problem
+from dspark_pd.target import Target
+
+
+@dataclass
+class Result:
+    """The outcome of one verb.
+
+    ``lines`` is the answer for a person, ``data`` the same for a program, ``notes`` is
+    what a person should know besides, ``details`` what ``-v`` adds.
+    """
+
+    exit_code: int = exit_codes.OK
+    target: Target | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)

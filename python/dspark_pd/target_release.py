@@ -1,0 +1,65 @@
+"""Which release a folder ``sglang`` holds, from the files around it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from packaging.version import InvalidVersion, Version
+
+_TIMEOUT_S: Final = 10
+_ASSIGNED = re.compile(r"^(?:__version__ = )?(?:version|__version__) = '([^']+)'", re.M)
+
+
+def read_release(root: Path) -> tuple[Version | None, str]:
+    """Return the release and where it was read.
+
+    The distribution's metadata comes first: it is what an installer replaces. A
+    checkout has none beside it and is asked for its generated module, then for its tag.
+    """
+    for read in (_from_metadata, _from_generated_module, _from_tag):
+        text, source = read(root)
+        if text is not None:
+            try:
+                return Version(text), source
+            except InvalidVersion:
+                continue
+    return None, "not recorded"
+
+
+def dist_info(root: Path) -> Path | None:
+    """Return the ``sglang-<release>.dist-info`` beside the folder, if there is one."""
+    found = sorted(root.parent.glob("sglang-*.dist-info"))
+    return found[-1] if found else None
+
+
+def _from_metadata(root: Path) -> tuple[str | None, str]:
+    folder = dist_info(root)
+    if folder is None:
+        return None, ""
+    return folder.name.removeprefix("sglang-").removesuffix(".dist-info"), "dist-info"
+
+
+def _from_generated_module(root: Path) -> tuple[str | None, str]:
+    path = root / "_version.py"
+    if not path.is_file():
+        return None, ""
+    found = _ASSIGNED.search(path.read_text(encoding="utf-8", errors="replace"))
+    return (found.group(1) if found else None), "_version.py"
+
+
+def _from_tag(root: Path) -> tuple[str | None, str]:
+    """Only an exact tag counts: a commit after it is no release."""
+    command = ["git", "-C", str(root), "describe", "--tags", "--exact-match"]
+    command += ["--match", "v[0-9]*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, ""
+    if done.returncode != 0:
+        return None, ""
+    return done.stdout.strip().removeprefix("v"), "git tag"

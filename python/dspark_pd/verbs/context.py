@@ -1,0 +1,89 @@
+"""What apply, revert, status and diff have in common: target, set, survey, plan."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dspark_pd.errors import Problem, Refused, refuse
+from dspark_pd.hunk_fields import COMPONENTS
+from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
+from dspark_pd.plan import Plan, make_plan
+from dspark_pd.survey import Survey
+from dspark_pd.target import Target, find_target
+
+
+@dataclass(frozen=True)
+class Context:
+    """One target seen through one patch set."""
+
+    patch_set: PatchSet
+    target: Target
+    survey: Survey
+
+    def plan(self, components: Iterable[str]) -> Plan:
+        assert self.target.release is not None
+        originals = self.survey.original
+        return make_plan(self.patch_set, self.target.release, components, originals)
+
+    def unknown_release(self, plan: Plan) -> Problem | None:
+        """Return T103 with how much of the set fits, if the release is not known."""
+        release = self.target.release
+        assert release is not None
+        if self.patch_set.knows(release):
+            return None
+        tried = [c for c in plan.choices if c.verdict in ("wanted", "unserved")]
+        misfits = ", ".join(plan.misfits) or "none misfits"
+        newest = self.patch_set.releases[-1]
+        fields = {
+            "version": release,
+            "releases": ", ".join(map(str, self.patch_set.releases)),
+            "matched": len(tried) - len(plan.misfits),
+            "total": len(tried),
+            "misfits": misfits,
+            "hint": f"a newer sglang-dspark-pd, or --assume-version {newest}",
+        }
+        return Problem("T103", fields)
+
+
+def open_context(options: Namespace) -> Context:
+    """Return the context that ``options`` name; refuse if there is none."""
+    assumed = getattr(options, "assume_version", None)
+    target = find_target(options.target, assumed)
+    if target.release is None:
+        refuse("T102", target=target.root)
+    return look_again(load_patch_set(options.overlay), target)
+
+
+def look_again(patch_set: PatchSet, target: Target) -> Context:
+    """Survey the target anew; done under the lock by the verbs that write."""
+    return Context(patch_set, target, Survey(target))
+
+
+def named_components(options: Namespace) -> tuple[str, ...]:
+    """Return the components that the user named; none means no choice was made."""
+    named = options.component or []
+    if "all" in named:
+        return COMPONENTS
+    return in_order(named)
+
+
+def asked_components(options: Namespace, applied: Iterable[str]) -> tuple[str, ...]:
+    """Return the components that apply shall end up with.
+
+    Named ones are added to those applied already, so that ``apply --component cpu``
+    never takes another one off; that is ``revert --component``'s.
+    """
+    named = named_components(options) or DEFAULT_COMPONENTS
+    return in_order({*named, *applied})
+
+
+def in_order(components: Iterable[str]) -> tuple[str, ...]:
+    wanted = set(components)
+    return tuple(name for name in COMPONENTS if name in wanted)
+
+
+def refuse_any(problems: list[Problem]) -> None:
+    if problems:
+        raise Refused(problems)

@@ -1,0 +1,40 @@
+"""``diff``: the lines that apply would change, as a unified diff."""
+
+from __future__ import annotations
+
+import difflib
+from argparse import Namespace
+
+from dspark_pd import changes, exit_codes
+from dspark_pd.result import Result
+from dspark_pd.transaction import Change
+from dspark_pd.verbs.apply import notes
+from dspark_pd.verbs.context import asked_components, open_context, refuse_any
+
+
+def run(options: Namespace) -> Result:
+    context = open_context(options)
+    survey = context.survey
+    refuse_any(survey.problems())
+    components = asked_components(options, survey.ledger.components)
+    plan = context.plan(components)
+    unknown = context.unknown_release(plan)
+    refuse_any([unknown] if unknown else plan.problems)
+    transaction = changes.build(survey, "diff", components, plan.files)
+    texts = {change.path: unified(change) for change in transaction.changes}
+    return Result(
+        exit_code=exit_codes.DIFFERS if texts else exit_codes.OK,
+        target=context.target,
+        lines=[line for text in texts.values() for line in text.splitlines()],
+        data={"files": texts, "components": list(components)},
+        notes=notes(survey, plan),
+    )
+
+
+def unified(change: Change) -> str:
+    """Return ``change`` as a unified diff with the paths of a checkout."""
+    old = (change.current or b"").decode("utf-8", "replace").splitlines(keepends=True)
+    new = (change.desired or b"").decode("utf-8", "replace").splitlines(keepends=True)
+    before = f"a/{change.path}" if change.current is not None else "/dev/null"
+    after = f"b/{change.path}" if change.desired is not None else "/dev/null"
+    return "".join(difflib.unified_diff(old, new, before, after))

@@ -1,0 +1,123 @@
+"""``list``: the hunks of the set, one of them in full, or all errors as a preview."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from dspark_pd import exit_codes
+from dspark_pd.error_catalogue import CATALOGUE
+from dspark_pd.errors import Problem, refuse
+from dspark_pd.hunk import Hunk
+from dspark_pd.patch_set import PatchSet, load_patch_set
+from dspark_pd.result import Result
+from dspark_pd.verbs.context import named_components
+
+
+def run(options: Namespace) -> Result:
+    if options.errors:
+        return _errors()
+    if options.check:
+        return _check(options)
+    patch_set = load_patch_set(options.overlay)
+    if options.id:
+        return _one(patch_set, options.id)
+    return _all(patch_set, named_components(options))
+
+
+def _all(patch_set: PatchSet, components: tuple[str, ...]) -> Result:
+    hunks = [
+        variants[0]
+        for variants in patch_set.identities.values()
+        if not components or variants[0].component in components
+    ]
+    width = max((len(hunk.identity) for hunk in hunks), default=0)
+    lines = [
+        f"{hunk.component:<10} {hunk.identity:<{width}}  {hunk.message}"
+        for hunk in hunks
+    ]
+    files = len({hunk.target for hunk in hunks})
+    lines.append(
+        f"{len(hunks)} hunks on {files} files, {len(patch_set.modules)} modules, "
+        f"SGLang {patch_set.releases[0]} to {patch_set.releases[-1]}"
+    )
+    data = {
+        "hunks": [hunk_data(patch_set, hunk) for hunk in hunks],
+        "modules": [
+            {
+                "path": module.path,
+                "component": module.component,
+                "releases": str(module.releases),
+                "what": module.what,
+            }
+            for module in patch_set.modules
+        ],
+        "releases": [str(release) for release in patch_set.releases],
+    }
+    return Result(lines=lines, data=data)
+
+
+def _one(patch_set: PatchSet, name: str) -> Result:
+    variants = patch_set.identities.get(name.partition("@")[0])
+    if variants is None:
+        known = ", ".join(patch_set.identities)
+        refuse("U002", what="hunk", name=name, known=known)
+    lines = [line for hunk in variants for line in _describe(hunk)]
+    return Result(lines=lines, data=hunk_data(patch_set, variants[0]))
+
+
+def _describe(hunk: Hunk) -> list[str]:
+    kind, argument = hunk.drop_when
+    fields = {
+        "what": hunk.message,
+        "why": hunk.note.replace("\n", "\n           "),
+        "file": hunk.target,
+        "component": f"{hunk.component} ({hunk.metadata['kind']})",
+        "releases": str(hunk.releases),
+        "calls": str(hunk.metadata.get("calls", "nothing of ours")),
+        "upstream": hunk.url or hunk.metadata["forwarded"],
+        "drop when": f"{kind}: {argument}",
+        "proved by": hunk.metadata["proved_by"],
+        "written in": hunk.place,
+    }
+    return [hunk.id, *(f"  {label:<10} {text}" for label, text in fields.items())]
+
+
+def hunk_data(patch_set: PatchSet, hunk: Hunk) -> dict[str, object]:
+    """Return what programs get to know of an identity, its variants included."""
+    kind, argument = hunk.drop_when
+    variants = patch_set.identities[hunk.identity]
+    return {
+        "id": hunk.identity,
+        "message": hunk.message,
+        "note": hunk.note,
+        "url": hunk.url,
+        "file": hunk.target,
+        "kind": hunk.metadata["kind"],
+        "component": hunk.component,
+        "forwarded": hunk.metadata["forwarded"],
+        "drop_when": {kind: argument},
+        "calls": hunk.metadata.get("calls"),
+        "proved_by": hunk.metadata["proved_by"],
+        "variants": {variant.id: str(variant.releases) for variant in variants},
+    }
+
+
+def _errors() -> Result:
+    problems = [Problem(kind.code, kind.example) for kind in CATALOGUE.values()]
+    lines = [line for p in problems for line in [*p.as_text().splitlines(), ""]]
+    data = {"errors": [{**p.as_dict(), "exit_code": p.exit_code} for p in problems]}
+    return Result(lines=lines[:-1], data=data)
+
+
+def _check(options: Namespace) -> Result:
+    from dspark_pd import hygiene
+
+    patch_set = load_patch_set(options.overlay)
+    problems = hygiene.check(patch_set)
+    result = Result(problems=problems, data={"checked": len(patch_set.hunks)})
+    if problems:
+        result.exit_code = exit_codes.MISMATCH
+    else:
+        hunks, modules = len(patch_set.hunks), len(patch_set.modules)
+        result.lines = [f"set is consistent: {hunks} hunk documents, {modules} modules"]
+    return result

@@ -1,0 +1,86 @@
+"""``revert``: take the set, or components of it, off a target, byte for byte."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from dspark_pd import changes, fsops
+from dspark_pd.errors import Refused, from_os_error
+from dspark_pd.lock import locked
+from dspark_pd.plan import PlannedFile
+from dspark_pd.result import Result
+from dspark_pd.state import StateFolder
+from dspark_pd.survey import Survey
+from dspark_pd.target import Target, find_target
+from dspark_pd.transaction import remove_leftovers, remove_state_folder
+from dspark_pd.verbs.context import in_order, look_again, named_components, refuse_any
+
+EDITED_SUFFIX = ".edited"
+
+
+def run(options: Namespace) -> Result:
+    """Revert needs no hunks and no known release unless a part stays applied."""
+    target = find_target(options.target)
+    with locked(target.root):
+        kept = _keep_edits(target) if options.discard_edits else []
+        survey = Survey(target)
+        refuse_any([] if options.discard_edits else survey.problems())
+        result = _revert(survey, options)
+    result.notes += [f"the edited file is kept as {path}" for path in kept]
+    result.data["kept_edits"] = kept
+    return result
+
+
+def _revert(survey: Survey, options: Namespace) -> Result:
+    named = named_components(options)
+    off = set(named or survey.ledger.components)
+    rest = in_order(set(survey.ledger.components) - off)
+    files = _files_of(survey, rest, options) if rest else {}
+    transaction = changes.build(survey, "revert", rest, files)
+    needed = changes.is_needed(transaction, survey)
+    if needed:
+        remove_leftovers(survey.target.root, survey.ledger.entries)
+        transaction.run()
+    elif not survey.ledger.entries:
+        remove_state_folder(StateFolder(survey.target.root))
+    restored = [c.path for c in transaction.changes if c.desired is not None]
+    removed = [c.path for c in transaction.changes if c.desired is None]
+    lines = [f"restore  {path}" for path in restored]
+    lines += [f"remove   {path}" for path in removed]
+    if needed:
+        lines.append(f"reverted {len(restored)} files, removed {len(removed)} modules")
+    else:
+        lines.append("nothing to revert")
+    data = {
+        "changed": needed,
+        "restored": restored,
+        "removed": removed,
+        "components": list(rest),
+    }
+    return Result(target=survey.target, lines=lines, data=data)
+
+
+def _files_of(
+    survey: Survey, components: tuple[str, ...], options: Namespace
+) -> dict[str, PlannedFile]:
+    from dspark_pd.patch_set import load_patch_set
+
+    context = look_again(load_patch_set(options.overlay), survey.target)
+    plan = context.plan(components)
+    refuse_any(plan.problems)
+    return plan.files
+
+
+def _keep_edits(target: Target) -> list[str]:
+    """Copy each edited file beside itself and restore what the set replaced."""
+    survey = Survey(target)
+    kept = []
+    try:
+        for path, seen in survey.seen.items():
+            if seen.condition == "edited" and seen.current is not None:
+                beside = survey.path(path + EDITED_SUFFIX)
+                fsops.write(beside, seen.current)
+                kept.append(path + EDITED_SUFFIX)
+    except OSError as error:
+        raise Refused([from_os_error(error)]) from error
+    return kept

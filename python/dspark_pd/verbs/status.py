@@ -1,0 +1,132 @@
+"""``status``: what each hunk is to this target.
+
+``applied``      its lines are in the file;
+``needed``       they are not, and apply would put them there;
+``not needed``   upstream has it, with the release since when;
+``not applicable`` this release is older than what the hunk is about;
+``conflict``     the hunk fits no place in this target, or the file was edited.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from dspark_pd import changes, exit_codes
+from dspark_pd.errors import Problem
+from dspark_pd.plan import Plan
+from dspark_pd.result import Result
+from dspark_pd.selection import Choice
+from dspark_pd.survey import Survey
+from dspark_pd.verbs.apply import notes
+from dspark_pd.verbs.context import (
+    Context,
+    asked_components,
+    named_components,
+    open_context,
+)
+
+
+def run(options: Namespace) -> Result:
+    context = open_context(options)
+    survey = context.survey
+    named = named_components(options)
+    components = named or asked_components(options, survey.ledger.components)
+    plan = context.plan(components)
+    unknown = context.unknown_release(plan)
+    edited = survey.problems()
+    rows = [_row(choice, plan, survey, edited) for choice in plan.choices]
+    result = Result(target=context.target, problems=[*edited, *plan.problems])
+    if unknown:
+        result.problems = [unknown, *edited]
+    result.exit_code = _exit_code(context, plan, result.problems, components)
+    result.lines = _lines(rows, survey, plan)
+    result.notes = notes(survey, plan) + _applied_notes(survey)
+    result.data = _data(survey, components, rows)
+    return result
+
+
+def _row(
+    choice: Choice, plan: Plan, survey: Survey, edited: list[Problem]
+) -> dict[str, str]:
+    hunk = choice.hunk
+    state, detail = choice.verdict, choice.detail
+    if choice.identity in plan.misfits:
+        state, detail = "conflict", plan.misfits[choice.identity].part("title")
+    elif hunk.target in {problem.fields["file"] for problem in edited}:
+        state, detail = "conflict", "the file was edited"
+    elif state == "wanted":
+        planned = plan.files.get(hunk.target)
+        current = survey.current(hunk.target)
+        applied = planned is not None and current == planned.desired
+        state, detail = ("applied", "") if applied else ("needed", "")
+        if not applied and current != survey.original(hunk.target):
+            detail = "another version or part of the set is applied"
+    return {
+        "id": choice.identity,
+        "state": state,
+        "detail": detail,
+        "file": hunk.target,
+        "component": hunk.component,
+        "message": hunk.message,
+    }
+
+
+def _exit_code(
+    context: Context, plan: Plan, problems: list[Problem], components: tuple[str, ...]
+) -> int:
+    if problems:
+        return problems[0].exit_code
+    survey = context.survey
+    everything = tuple(dict.fromkeys([*components, *survey.ledger.components]))
+    if everything != components:
+        plan = context.plan(everything)
+    asked = changes.build(survey, "status", everything, plan.files)
+    whole = set(components) <= set(survey.ledger.components)
+    if asked.changes or not whole or survey.ledger.unfinished:
+        return exit_codes.DIFFERS
+    return exit_codes.OK
+
+
+def _lines(rows: list[dict[str, str]], survey: Survey, plan: Plan) -> list[str]:
+    width = max((len(row["id"]) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        tail = f"  ({row['detail']})" if row["detail"] else ""
+        state, identity, file = row["state"], row["id"], row["file"]
+        lines.append(f"{state:<15} {identity:<{width}}  {file}{tail}")
+    added = [file for file in plan.files.values() if file.kind == "add"]
+    present = sum(survey.current(file.path) == file.desired for file in added)
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row["state"]] = counts.get(row["state"], 0) + 1
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
+    lines.append(f"hunks: {summary or 'none'}; modules: {present} of {len(added)}")
+    return lines
+
+
+def _applied_notes(survey: Survey) -> list[str]:
+    ours = sum(
+        seen.condition == "ours" and seen.entry.before is not None
+        for seen in survey.seen.values()
+    )
+    if not ours or survey.target.source != "dist-info":
+        return []
+    return [
+        f"tools that compare files with pip's RECORD report {ours} modified files; "
+        "revert before pip install -U sglang"
+    ]
+
+
+def _data(
+    survey: Survey, components: tuple[str, ...], rows: list[dict[str, str]]
+) -> dict[str, object]:
+    return {
+        "components": list(components),
+        "applied_components": list(survey.ledger.components),
+        "applied_release": survey.ledger.release,
+        "set_version": survey.ledger.set_version,
+        "unfinished": survey.ledger.unfinished,
+        "updated": survey.updated,
+        "hunks": rows,
+        "files": {path: seen.condition for path, seen in survey.seen.items()},
+    }
