@@ -1,0 +1,79 @@
+"""Layer ids of plain multi-head KV pools, so that peers pair buffers by layer.
+
+A plain pool registers K of every layer, then V of every layer, and behind them the
+same of a draft. Without ids a peer must guess where V starts. With a pipeline stage on
+one side, or a draft on one side only, the guess is wrong for many layer counts, and KV
+then lands in other layers without an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Pointers = list[int]
+
+
+def plain_mha_layer_ids(
+    pool: Any, draft_pool: Any, num_draft_entries: int, num_hidden_layers: int
+) -> list[int] | None:
+    """Global layer id of every registered KV buffer, or None for other pools.
+
+    Draft layers are numbered from ``num_hidden_layers`` on, like upstream does for the
+    pools that report ids themselves.
+    """
+    if not is_plain_mha(pool):
+        return None
+    last = pool.start_layer + pool.layer_num
+    ids = list(range(pool.start_layer, last)) * 2
+    if draft_pool is None or num_draft_entries == 0:
+        return ids
+    if not is_plain_mha(draft_pool) or num_draft_entries != 2 * draft_pool.layer_num:
+        return None
+    draft = range(num_hidden_layers, num_hidden_layers + draft_pool.layer_num)
+    return ids + list(draft) * 2
+
+
+def is_plain_mha(pool: Any) -> bool:
+    """Whether a pool registers exactly one K and one V buffer per layer, K first."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if not isinstance(pool, MHATokenToKVPool):
+        return False
+    registered = pool._pd_registerable_tensors()
+    own = [*pool.k_buffer, *pool.v_buffer]
+    return len(registered) == len(own) == 2 * pool.layer_num and all(
+        mine is theirs for mine, theirs in zip(own, registered, strict=True)
+    )
+
+
+def pair_by_layer(
+    manager: Any, peer: Any, *, positional: tuple[Pointers, Pointers]
+) -> tuple[Pointers, Pointers]:
+    """Source and destination buffers of a head-sliced transfer, paired by layer id.
+
+    Args:
+        positional: upstream's own pairing, kept when either peer reports no ids.
+
+    Raises:
+        ValueError: paired buffers are not all of one shape, which the slicing assumes.
+    """
+    source_ids = manager.kv_args.kv_layer_ids
+    target_ids = peer.dst_kv_layer_ids
+    if not source_ids or not target_ids:
+        return positional
+    from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
+
+    sources, targets = manager.kv_args.kv_data_ptrs, peer.dst_kv_ptrs
+    pairs = build_transfer_entry_pairs(
+        source_ids, target_ids, len(sources), len(targets)
+    )
+    lengths = {
+        (manager.kv_args.kv_item_lens[i], peer.dst_kv_item_lens[j]) for i, j in pairs
+    }
+    if len(lengths) > 1:
+        raise ValueError(
+            "Unequal tensor parallel sizes on prefill and decode need one KV shape for "
+            f"target and draft, got (prefill, decode) bytes a page {sorted(lengths)}. "
+            "Use equal --tp-size, or a prefill without a draft."
+        )
+    return [sources[i] for i, _ in pairs], [targets[j] for _, j in pairs]

@@ -1,0 +1,266 @@
+"""How an engine describes itself to its peer, from its arguments and model configs.
+
+`describe` turns plain data (a mapping of server arguments and two model configs as
+dicts) into the JSON object that the agreement's rows compare. The running engine then
+replaces guesses by facts (`peer_agreement.describe_engine`); the doctor has the
+arguments only, so everything it cannot know stays out of the description.
+
+Pure standard library; relative imports, because the doctor loads this folder without
+SGLang (see `peer_agreement_table.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from .draft_fingerprint import checkpoint_fingerprint
+from .peer_agreement_table import (
+    ALLOW_COLD_DRAFT,
+    ALLOW_PARTIAL_CONTEXT,
+    CAPTURE,
+    PEER_DRAFT_TOKENS,
+    PROTOCOL_VERSION,
+    TAIL_TOKENS,
+    Description,
+)
+
+_TRUE = frozenset({"1", "true", "yes", "y"})
+_BUNDLED_DRAFT_FIELDS = ("dspark_block_size", "dspark_target_layer_ids")
+# What gives a draft its meaning; two drafts that agree here can read each other's KV.
+_DRAFT_FIELDS = (
+    ("layers", "num_hidden_layers"),
+    ("hidden", "hidden_size"),
+    ("heads", "num_attention_heads"),
+    ("kv_heads", "num_key_value_heads"),
+    ("head_dim", "head_dim"),
+    ("window", "sliding_window"),
+    ("types", "layer_types"),
+    ("rope_theta", "rope_theta"),
+    ("rope", "rope_scaling"),
+    ("rope", "rope_parameters"),
+    ("vocab", "vocab_size"),
+    ("target_layers", "target_layer_ids"),
+    ("target_layers", "dspark_target_layer_ids"),
+    ("mtp_layers", "num_nextn_predict_layers"),
+)
+_TARGET_FIELDS = (
+    ("layers", "num_hidden_layers"),
+    ("hidden", "hidden_size"),
+    ("kv_heads", "num_key_value_heads"),
+    ("head_dim", "head_dim"),
+    ("vocab", "vocab_size"),
+)
+
+
+def describe(
+    args: Mapping[str, Any],
+    *,
+    role: str,
+    target_config: Mapping[str, Any] | None = None,
+    draft_config: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Description:
+    """Description of an engine started with `args`.
+
+    Args:
+        args: server arguments by field name, as in ``ServerArgs`` or ``/server_info``.
+        role: ``prefill`` or ``decode``.
+        target_config, draft_config: parsed ``config.json`` of the models, if readable.
+        environ: the engine's environment, if known (the doctor may not know it).
+    """
+    environ = environ or {}
+    algorithm = args.get("speculative_algorithm") or None
+    draft_config = _bundled_draft(draft_config, target_config)
+    description: Description = {
+        "version": PROTOCOL_VERSION,
+        "role": role,
+        "backend": args.get("disaggregation_transfer_backend"),
+        "algorithm": algorithm,
+        "mode": mode_of(role, algorithm, environ),
+        "block_size": args.get("speculative_num_draft_tokens") if algorithm else None,
+        "page_size": args.get("page_size"),
+        "kv_dtype": args.get("kv_cache_dtype"),
+        **parallel_sizes(args),
+        **switches(environ),
+        **describe_target(target_config),
+        "rings": ring_sizes(target_config, args, environ),
+    }
+    if algorithm == "DSPARK":
+        description.update(describe_draft(args, draft_config))
+    return {key: value for key, value in description.items() if value is not None} | {
+        "algorithm": algorithm
+    }
+
+
+def mode_of(role: str, algorithm: str | None, environ: Mapping[str, str]) -> str:
+    """How draft context is handed over or taken: native, tail or none."""
+    tail = bool(environ.get(TAIL_TOKENS)) if role == "decode" else _on(environ, CAPTURE)
+    if role == "decode":
+        if algorithm != "DSPARK":
+            return "none"
+        return "tail" if tail else "native"
+    if algorithm == "DSPARK":
+        return "native"
+    return "tail" if tail else "none"
+
+
+def parallel_sizes(args: Mapping[str, Any]) -> dict[str, int]:
+    """Attention tensor, pipeline, context and data parallel sizes."""
+    tp = int(args.get("tp_size") or 1)
+    dp = int(args.get("dp_size") or 1)
+    cp = int(args.get("attn_cp_size") or 1)
+    attention_dp = dp if args.get("enable_dp_attention") else 1
+    return {
+        "tp": max(1, tp // (attention_dp * cp)),
+        "pp": int(args.get("pp_size") or 1),
+        "cp": cp,
+        "dp": dp,
+        "dcp": int(args.get("dcp_size") or 1),
+    }
+
+
+def switches(environ: Mapping[str, str]) -> dict[str, bool]:
+    """The opt-outs that change a verdict."""
+    return {
+        "allow_cold_draft": _on(environ, ALLOW_COLD_DRAFT),
+        "allow_partial_context": _on(environ, ALLOW_PARTIAL_CONTEXT),
+    }
+
+
+def describe_target(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Shape of the target as one comparable, readable string, and what follows."""
+    if not config:
+        return {}
+    return {
+        "target": summarize(config, _TARGET_FIELDS),
+        "target_heads": kv_heads(config),
+        "attention": attention_kind(config),
+    }
+
+
+def describe_draft(
+    args: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Shape, heads, weights and KV dtype of the draft."""
+    kv_dtype = args.get("speculative_draft_kv_cache_dtype") or args.get(
+        "kv_cache_dtype"
+    )
+    path = args.get("speculative_draft_model_path") or args.get("model_path")
+    described: dict[str, Any] = {
+        "draft_kv_dtype": kv_dtype,
+        "draft_weights": checkpoint_fingerprint(local_folder(path)),
+    }
+    if config:
+        described["draft"] = summarize(config, _DRAFT_FIELDS)
+        described["draft_heads"] = kv_heads(config)
+    return described
+
+
+def summarize(config: Mapping[str, Any], fields) -> str:
+    """``Architecture name=value ...`` over the given (label, key) pairs."""
+    text = _text_config(config)
+    parts = [",".join(config.get("architectures") or ["?"])]
+    for label, key in fields:
+        value = _draft_value(config, text, key)
+        if value is not None:
+            parts.append(f"{label}={json.dumps(value, sort_keys=True)}")
+    return " ".join(parts).replace('"', "")
+
+
+def kv_heads(config: Mapping[str, Any]) -> list[int] | None:
+    """[KV heads, head dim] of a dense model; None when the config does not say."""
+    text = _text_config(config)
+    attention_heads = text.get("num_attention_heads")
+    heads = text.get("num_key_value_heads") or attention_heads
+    dim = text.get("head_dim")
+    if dim is None and attention_heads and text.get("hidden_size"):
+        dim = text["hidden_size"] // attention_heads
+    return [int(heads), int(dim)] if heads and dim else None
+
+
+def attention_kind(config: Mapping[str, Any]) -> str:
+    """``mha``, ``mla`` or ``compressed_mla`` (DeepSeek-V4), from the config's keys."""
+    text = _text_config(config)
+    if text.get("compress_ratios"):
+        return "compressed_mla"
+    return "mla" if text.get("kv_lora_rank") else "mha"
+
+
+def ring_sizes(
+    config: Mapping[str, Any] | None,
+    args: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> dict[str, int] | None:
+    """Rows of the DeepSeek-V4 compressor rings that are shipped whole, by ratio.
+
+    Ratio 128 is left out: its state travels in pages of its own that are compatible
+    across ring sizes. None for other models.
+    """
+    ratios = set(_text_config(config or {}).get("compress_ratios") or ())
+    tokens = int(args.get("speculative_num_draft_tokens") or 0)
+    if not args.get("speculative_algorithm"):
+        tokens = int(environ.get(PEER_DRAFT_TOKENS) or 0)
+    elif not tokens:
+        return None
+    sizes = {}
+    if 4 in ratios:
+        sizes["4"] = 16 if tokens else 8
+    if 2 in ratios:
+        sizes["2"] = 1 << (tokens + 1).bit_length() if tokens else 2
+    return sizes or None
+
+
+def local_folder(path: str | None) -> str | None:
+    """A model path as a folder on this machine; None when there is none.
+
+    A hub name resolves to the cached snapshot, never to a download.
+    """
+    if not path:
+        return None
+    if os.path.isdir(path):
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, "config.json")
+    except (ImportError, OSError, ValueError):  # no hub client, or no hub name
+        return None
+    return os.path.dirname(cached) if isinstance(cached, str) else None
+
+
+def read_config(path: str | None) -> dict[str, Any] | None:
+    """The ``config.json`` of a model path, or None."""
+    folder = local_folder(path)
+    try:
+        text = (pathlib.Path(folder) / "config.json").read_text() if folder else ""
+        return json.loads(text) if text else None
+    except (OSError, ValueError):
+        return None
+
+
+def _bundled_draft(draft_config, target_config):
+    """The config that describes the draft; a checkpoint may carry its own draft."""
+    if draft_config is not None or not target_config:
+        return draft_config
+    bundled = any(target_config.get(key) is not None for key in _BUNDLED_DRAFT_FIELDS)
+    return target_config if bundled else None
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def _draft_value(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -> Any:
+    for place in (config.get("dspark_config"), config.get("dflash_config")):
+        if isinstance(place, Mapping) and place.get(key) is not None:
+            return place[key]
+    return text.get(key, config.get(key))
+
+
+def _on(environ: Mapping[str, str], name: str) -> bool:
+    return str(environ.get(name, "")).strip().lower() in _TRUE
