@@ -224,19 +224,20 @@ def _keep(server: Any, description: Description | None) -> None:
 # -- decode side ----------------------------------------------------------------------
 
 
-def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool:
-    """Fetch and check a prefill's description; False when to try again later.
+def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool | None:
+    """Fetch and check a prefill; False when to try again later, None to go on.
 
-    Takes the place of ``try_ensure_parallel_info`` in decode's scheduler loop. A
-    disagreement, ours or one that upstream raises for, becomes a refusal kept on the
-    cached info instead of an exception that ends the engine.
+    The first statement of ``try_ensure_parallel_info``. A disagreement, ours or one that
+    upstream raises for, becomes a refusal kept on the cached info instead of an
+    exception that ends the engine. To catch the latter this enters the method once more
+    and steps aside there (None).
     """
+    if own_description(manager) is None or manager.__dict__.get("peer_check_is_on"):
+        return None
     table = manager.prefill_info_table
     refused = refusal_of(manager, bootstrap_addr)
     if bootstrap_addr in table and (refused is None or not refused.is_stale):
         return True
-    if own_description(manager) is None:
-        return manager.try_ensure_parallel_info(bootstrap_addr)
     fetched = _fetch_prefill(bootstrap_addr)
     if fetched is None:
         return False
