@@ -78,7 +78,7 @@ def _entry(survey: Survey, file: PlannedFile, earlier: Entry | None) -> Entry:
     )
 
 
-def _appearance(path: Path) -> tuple[str | None, int]:
+def _appearance(path: Path) -> tuple[str | None, int | None]:
     """Return the text of the link at ``path``, if it is one, and the file's time."""
     link = str(path.readlink()) if path.is_symlink() else None
     return link, path.stat().st_mtime_ns

@@ -8,10 +8,11 @@ them into text, JSON and an exit code.
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from dspark_pd.error_catalogue import CATALOGUE, ErrorKind
+from dspark_pd.error_catalogue import PARTS, ErrorKind, catalogue
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,11 @@ class Problem:
     """One coded error with the values of its fields."""
 
     code: str
-    fields: dict[str, object]
+    fields: Mapping[str, object]
 
     @property
     def kind(self) -> ErrorKind:
-        return CATALOGUE[self.code]
+        return catalogue()[self.code]
 
     @property
     def exit_code(self) -> int:
@@ -35,12 +36,11 @@ class Problem:
         return template.format(**self.fields)
 
     def as_dict(self) -> dict[str, object]:
-        parts = ("title", "expected", "found", "cause", "next")
-        return {"code": self.code, **{name: self.part(name) for name in parts}}
+        return {"code": self.code, **{name: self.part(name) for name in PARTS}}
 
     def as_text(self) -> str:
         lines = [f"error[{self.code}] {self.part('title')}"]
-        for label in ("expected", "found", "cause", "next"):
+        for label in PARTS[1:]:
             lines.append(f"  {label:<9}{self.part(label)}")
         return "\n".join(lines)
 

@@ -86,7 +86,9 @@ class Hunk:
 
     def as_rule(self) -> str:
         """Return what ast-grep needs of the document, as one YAML document."""
-        rule = {key: self.data[key] for key in _RULE_KEYS if key in self.data}
+        rule: dict[str, Any] = {
+            key: self.data[key] for key in _RULE_KEYS if key in self.data
+        }
         head = {"id": self.id, "language": "python", "severity": "hint"}
         return as_document({**head, **rule})
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -115,12 +114,19 @@ def _lines_around(old: str, new: str) -> tuple[str, str] | None:
 
 def _text_inside(old: str, new: str, start: int) -> tuple[int, str]:
     """Return (offset, text) of the one insertion that turns ``old`` into ``new``."""
-    head = len(os.path.commonprefix([old, new]))
-    tail = len(os.path.commonprefix([old[head:][::-1], new[head:][::-1]]))
+    head = _common(old, new)
+    tail = _common(old[head:][::-1], new[head:][::-1])
     if head + tail < len(old):
         raise NotAnInsertion(f"{_brief(old)} -> {_brief(new)}")
     at = start + len(old[:head].encode("utf-8"))
     return at, new[head : len(new) - tail]
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters both begin with."""
+    pairs = zip(one, other, strict=False)
+    differing = (index for index, (a, b) in enumerate(pairs) if a != b)
+    return next(differing, min(len(one), len(other)))
 
 
 def _end_of_line(source: bytes, offset: int) -> int:

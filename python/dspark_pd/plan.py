@@ -18,8 +18,8 @@ from packaging.version import Version
 from dspark_pd import astgrep
 from dspark_pd.conditions import Originals
 from dspark_pd.errors import Problem
-from dspark_pd.hunk import Hunk
-from dspark_pd.insertion import Edit, NotAnInsertion, edits_of, normalise, splice
+from dspark_pd.insertion import Edit, normalise, splice
+from dspark_pd.matching import Misfit, edits_of_choice
 from dspark_pd.patch_set import PatchSet
 from dspark_pd.selection import Choice, choose, modules_for
 
@@ -80,7 +80,11 @@ def make_plan(
         if problem:
             plan.problems.append(problem)
         plan.files[module.path] = PlannedFile(module.path, "add", None, source)
-    plan.problems = [*plan.misfits.values(), *plan.problems]
+    plan.problems = sorted(
+        [*plan.misfits.values(), *plan.problems],
+        # Foreign lines in the target explain what does not match, so they come first.
+        key=lambda problem: not problem.code.startswith("E"),
+    )
     return plan
 
 
@@ -125,9 +129,9 @@ def _plan_file(
     done: list[str] = []
     for choice in choices:
         try:
-            edits += _edits_of_choice(choice, plain, matches)
+            edits += edits_of_choice(choice, plain, matches)
             done.append(choice.identity)
-        except _Misfit as misfit:
+        except Misfit as misfit:
             plan.misfits[choice.identity] = misfit.problem
     try:
         desired = splice(source, edits, carriage_returns)
@@ -140,62 +144,6 @@ def _plan_file(
     if edits:
         kept = tuple(sorted(edits, key=lambda edit: edit.start))
         plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
-
-
-class _Misfit(Exception):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.code)
-        self.problem = problem
-
-
-def _edits_of_choice(
-    choice: Choice, plain: bytes, matches: list[astgrep.Match]
-) -> list[Edit]:
-    """Return the edits of the first variant whose count is right."""
-    for hunk in choice.variants:
-        found = [match for match in matches if match.rule_id == hunk.id]
-        if len(found) == hunk.expect:
-            return [
-                edit for match in found for edit in _edits_of_match(hunk, match, plain)
-            ]
-    hunk = choice.hunk
-    found = [match for match in matches if match.rule_id == hunk.id]
-    raise _Misfit(_wrong_count(hunk, found))
-
-
-def _edits_of_match(hunk: Hunk, match: astgrep.Match, plain: bytes) -> list[Edit]:
-    try:
-        edits = edits_of(match, plain, replaces=hunk.replaces is not None)
-    except NotAnInsertion as error:
-        change = f"line {match.line}: {error}"
-        fields = {"id": hunk.identity, "file": hunk.target, "change": change}
-        raise _Misfit(Problem("H302", fields)) from None
-    for edit in edits:
-        if hunk.replaces is None and _already_there(edit, plain):
-            fields = {"id": hunk.identity, "file": hunk.target, "version": "X.Y.Z"}
-            raise _Misfit(Problem("E402", fields))
-    return edits
-
-
-def _already_there(edit: Edit, plain: bytes) -> bool:
-    """Whether the lines to insert stand at their place already, without a record."""
-    text = edit.text.encode("utf-8")
-    around = plain[max(0, edit.start - len(text)) : edit.start + len(text)]
-    return text.strip() in around and b"\n" in text
-
-
-def _wrong_count(hunk: Hunk, found: list[astgrep.Match]) -> Problem:
-    lines = ", ".join(str(match.line) for match in found)
-    cause = "the file was edited, or this build is not the release it names"
-    fields = {
-        "id": hunk.identity,
-        "file": hunk.target,
-        "wanted": hunk.expect,
-        "count": len(found),
-        "lines": f" (lines {lines})" if lines else "",
-        "cause": cause,
-    }
-    return Problem("H301", fields)
 
 
 def _unserved(choice: Choice, release: Version) -> Problem:

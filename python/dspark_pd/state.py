@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from dspark_pd import fsops
 from dspark_pd.errors import refuse
@@ -113,5 +113,5 @@ def _parse(path: Path, data: bytes) -> Ledger:
         _refuse_record(path, f"{type(error).__name__}: {error}")
 
 
-def _refuse_record(path: Path, value: str) -> Any:
+def _refuse_record(path: Path, value: str) -> NoReturn:
     refuse("E404", path=path, schema=SCHEMA, value=value)

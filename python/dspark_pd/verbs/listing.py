@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from dspark_pd import exit_codes
-from dspark_pd.error_catalogue import CATALOGUE
+from dspark_pd.error_catalogue import catalogue
 from dspark_pd.errors import Problem, refuse
 from dspark_pd.hunk import Hunk
 from dspark_pd.patch_set import PatchSet, load_patch_set
@@ -103,7 +103,7 @@ def hunk_data(patch_set: PatchSet, hunk: Hunk) -> dict[str, object]:
 
 
 def _errors() -> Result:
-    problems = [Problem(kind.code, kind.example) for kind in CATALOGUE.values()]
+    problems = [Problem(kind.code, kind.example) for kind in catalogue().values()]
     lines = [line for p in problems for line in [*p.as_text().splitlines(), ""]]
     data = {"errors": [{**p.as_dict(), "exit_code": p.exit_code} for p in problems]}
     return Result(lines=lines[:-1], data=data)

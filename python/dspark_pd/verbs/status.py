@@ -49,7 +49,8 @@ def _row(
     choice: Choice, plan: Plan, survey: Survey, edited: list[Problem]
 ) -> dict[str, str]:
     hunk = choice.hunk
-    state, detail = choice.verdict, choice.detail
+    state: str = choice.verdict
+    detail = choice.detail
     if choice.identity in plan.misfits:
         state, detail = "conflict", plan.misfits[choice.identity].part("title")
     elif hunk.target in {problem.fields["file"] for problem in edited}:
