@@ -27,6 +27,7 @@ _VERBS: Final = {
     "demo": "run prefill, decode and router with tiny models on this machine",
 }
 _MODULES: Final = {"list": "listing"}
+_OWN_OPTIONS: Final = ("export", "doctor")
 _PLANNING: Final = ("status", "diff", "apply", "revert")
 
 
@@ -39,8 +40,11 @@ class _Parser(argparse.ArgumentParser):
         refuse("U001", message=message, verb=self.prog.partition(" ")[2])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs."""
+def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all verbs.
+
+    A large verb defines its own options, and only when it is the one ``asked`` for.
+    """
     description = "A patch set on released SGLang: apply it, explain it, revert it."
     codes = "\n".join(f"  {code}  {text}" for code, text in exit_codes.MEANINGS.items())
     parser = _Parser(
@@ -56,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
         if verb != "demo":
             sub = verbs.add_parser(verb, help=text, description=text)
             _add_options(verb, sub)
+            if verb == asked and verb in _OWN_OPTIONS:
+                _module_of(verb).add_arguments(sub)
     verbs.add_parser("demo", help=_VERBS["demo"], add_help=False)
     return parser
 
@@ -81,14 +87,6 @@ def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--errors", action="store_true", help=text)
         text = "check the set itself (needs a clone of the repository)"
         parser.add_argument("--check", action="store_true", help=text)
-    elif verb in ("export", "doctor"):
-        _add_lazily(verb, parser)
-
-
-def _add_lazily(verb: str, parser: argparse.ArgumentParser) -> None:
-    """Let a large verb define its options, only when it is the one that is asked."""
-    if verb in sys.argv[1:3] or "pytest" in sys.modules:
-        _module_of(verb).add_arguments(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +135,7 @@ def _run(given: list[str]) -> int:
 
     options = argparse.Namespace(verb=None, json="--json" in given, quiet=False)
     try:
-        options = build_parser().parse_args(given)
+        options = build_parser(given[0] if given else None).parse_args(given)
         result = _module_of(options.verb).run(options)
     except Refused as refused:
         result = _refusal(refused.problems)

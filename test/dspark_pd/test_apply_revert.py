@@ -1,0 +1,185 @@
+"""Apply and revert on a healthy target."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+from pathlib import Path
+
+import fake_sglang
+import pytest
+from conftest import Run
+from fake_sglang import snapshot
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("release", fake_sglang.RELEASES)
+def test_revert_of_apply_is_the_same_tree(run: Run, site: Path, release: str) -> None:
+    fake_sglang.install(site, release)
+    before = snapshot(site)
+    assert run("apply", "--target", site, "--component", "all").code == 0
+    assert snapshot(site) != before
+    assert run("revert", "--target", site).code == 0
+    assert snapshot(site) == before
+
+
+def test_apply_inserts_our_lines(run: Run, site: Path) -> None:
+    run("apply", "--target", site)
+    relay = (site / "sglang/srt/managers/relay.py").read_text()
+    place = "places = batch.places()  # where they were stored\n"
+    ours = "        from sglang.srt.managers.relay_guard import nothing_stored\n"
+    assert f"        {place}{ours}" in relay
+    assert relay.count("nothing_stored(self, batch)") == 1
+    py_compile.compile(str(site / "sglang/srt/managers/relay.py"), doraise=True)
+
+
+def test_apply_twice_is_apply_once(run: Run, site: Path) -> None:
+    assert run("apply", "--target", site).data["changed"]
+    once = snapshot(site)
+    again = run("apply", "--target", site)
+    assert (again.code, again.data["changed"]) == (0, False)
+    assert snapshot(site) == once
+
+
+def test_a_text_over_lines_is_left_alone(run: Run, site: Path) -> None:
+    """ast-grep indents the text of a string again when it repeats a statement."""
+    fake_sglang.install(site, "1.1.0")
+    run("apply", "--target", site)
+    start = (site / "sglang/srt/start.py").read_text()
+    assert '"""starting\n  with a text over lines"""' in start
+    assert "    check_settings(settings)\n    return settings\n" in start
+
+
+def test_dry_run_writes_nothing_and_says_that_it_would(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    outcome = run("apply", "--target", site, "--dry-run")
+    assert (outcome.code, outcome.data["pending"]) == (1, True)
+    assert snapshot(site) == before
+    run("apply", "--target", site)
+    assert run("apply", "--target", site, "--dry-run").code == 0
+
+
+def test_cpu_is_applied_only_when_named(run: Run, site: Path) -> None:
+    run("apply", "--target", site)
+    devices = site / "sglang/srt/devices.py"
+    assert "is_named" not in devices.read_text()
+    added = run("apply", "--target", site, "--component", "cpu")
+    assert "is_named" in devices.read_text()
+    assert added.data["components"][-1] == "cpu"
+    relay = (site / "sglang/srt/managers/relay.py").read_text()
+    assert "nothing_stored" in relay, "adding a component took another one off"
+
+
+def test_one_component_can_be_reverted(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.1.0")
+    original = (site / "sglang/srt/start.py").read_bytes()
+    run("apply", "--target", site)
+    outcome = run("revert", "--target", site, "--component", "handshake")
+    assert outcome.code == 0
+    assert (site / "sglang/srt/start.py").read_bytes() == original
+    assert not (site / "sglang/srt/agreement").exists()
+    assert "nothing_stored" in (site / "sglang/srt/managers/relay.py").read_text()
+
+
+def test_a_component_brings_the_modules_it_imports(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.1.0")
+    run("apply", "--target", site, "--component", "handshake")
+    assert (site / "sglang/srt/managers/relay_guard.py").is_file()
+    relay = (site / "sglang/srt/managers/relay.py").read_text()
+    assert "nothing_stored" not in relay
+
+
+def test_revert_of_nothing_is_fine(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    outcome = run("revert", "--target", site)
+    assert (outcome.code, outcome.data["changed"]) == (0, False)
+    assert snapshot(site) == before
+
+
+def test_times_and_modes_come_back(run: Run, site: Path) -> None:
+    """Compiled files name the time of their source: the old ones are right again."""
+    path = site / "sglang/srt/managers/relay.py"
+    os.chmod(path, 0o640)
+    os.utime(path, ns=(10**18, 10**18))
+    run("apply", "--target", site)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.stat().st_mtime_ns != 10**18
+    run("apply", "--target", site, "--component", "cpu")
+    run("revert", "--target", site)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.stat().st_mtime_ns == 10**18
+
+
+def test_carriage_returns_stay(run: Run, site: Path) -> None:
+    path = site / "sglang/srt/managers/relay.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    before = snapshot(site)
+    run("apply", "--target", site)
+    data = path.read_bytes()
+    assert b"nothing_stored" in data
+    assert data.count(b"\n") == data.count(b"\r\n")
+    run("revert", "--target", site)
+    assert snapshot(site) == before
+
+
+def test_a_linked_file_is_replaced_and_its_link_comes_back(
+    run: Run, site: Path, tmp_path: Path
+) -> None:
+    """uv and conda link installed files to a cache that other environments share."""
+    path = site / "sglang/srt/managers/relay.py"
+    cached = tmp_path / "cache" / "relay.py"
+    cached.parent.mkdir()
+    path.rename(cached)
+    path.symlink_to(cached)
+    before, shared = snapshot(site), cached.read_bytes()
+    run("apply", "--target", site)
+    assert b"nothing_stored" in path.read_bytes()
+    assert cached.read_bytes() == shared
+    run("revert", "--target", site)
+    assert snapshot(site) == before
+    assert path.is_symlink()
+
+
+def test_a_linked_target_folder_works(run: Run, site: Path, tmp_path: Path) -> None:
+    before = snapshot(site)
+    link = tmp_path / "linked"
+    link.symlink_to(site / "sglang")
+    assert run("apply", "--target", link).code == 0
+    assert run("status", "--target", site).code == 0
+    assert run("revert", "--target", link).code == 0
+    assert snapshot(site) == before
+
+
+def test_compiled_files_of_our_modules_go_too(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.1.0")
+    run("apply", "--target", site)
+    module = site / "sglang/srt/agreement/rules.py"
+    py_compile.compile(str(module), doraise=True)
+    run("revert", "--target", site)
+    assert not module.parent.exists()
+
+
+def test_a_foreign_file_in_our_folder_stays(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.1.0")
+    run("apply", "--target", site)
+    notes = site / "sglang/srt/agreement/notes.txt"
+    notes.write_text("mine")
+    assert run("revert", "--target", site).code == 0
+    assert notes.read_text() == "mine"
+
+
+def test_a_changed_set_is_applied_over_the_old_one(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    hunks = overlay / "srt/managers/relay.py.hunks.yml"
+    hunks.write_text(hunks.read_text().replace("return []", "return list()"))
+    assert run("diff", "--target", site).code == 1
+    assert run("apply", "--target", site).data["changed"]
+    relay = (site / "sglang/srt/managers/relay.py").read_text()
+    assert relay.count("nothing_stored(self, batch)") == 1
+    assert "return list()" in relay
+    run("revert", "--target", site)
+    assert snapshot(site) == before

@@ -1,0 +1,192 @@
+"""Others change the target under the set: hand edits, updates, lost state."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import fake_sglang
+import pytest
+from conftest import Run
+from fake_sglang import snapshot
+
+pytestmark = pytest.mark.unit
+
+RELAY = "sglang/srt/managers/relay.py"
+STATE = "sglang/.dspark_pd"
+
+
+def test_an_edited_file_is_refused_and_kept(run: Run, site: Path) -> None:
+    run("apply", "--target", site)
+    path = site / RELAY
+    path.write_text(path.read_text() + "# mine\n")
+    edited = snapshot(site)
+    for verb in ("apply", "revert", "diff"):
+        outcome = run(verb, "--target", site)
+        assert (outcome.code, outcome.codes) == (5, ["E401"]), verb
+    assert run("status", "--target", site).code == 5
+    assert snapshot(site) == edited
+
+
+def test_an_edit_can_be_set_aside(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    path = site / RELAY
+    path.write_text(path.read_text() + "# mine\n")
+    edited = path.read_bytes()
+    assert run("revert", "--target", site, "--discard-edits").code == 0
+    kept = path.with_name("relay.py.edited")
+    assert kept.read_bytes() == edited
+    kept.unlink()
+    assert snapshot(site) == before
+
+
+def test_an_undone_edit_can_be_reverted(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    path = site / RELAY
+    ours = path.read_bytes()
+    path.write_bytes(ours + b"# mine\n")
+    assert run("revert", "--target", site).code == 5
+    path.write_bytes(ours)
+    assert run("revert", "--target", site).code == 0
+    assert snapshot(site) == before
+
+
+def test_an_edit_from_before_apply_survives_and_is_named(run: Run, site: Path) -> None:
+    path = site / RELAY
+    path.write_text(path.read_text() + "# mine, from before\n")
+    before = snapshot(site)
+    outcome = run("apply", "--target", site)
+    assert outcome.code == 0
+    assert any("edited before apply" in note for note in outcome.document["notes"])
+    assert "# mine, from before" in path.read_text()
+    run("revert", "--target", site)
+    assert snapshot(site) == before
+
+
+def test_a_restored_original_is_patched_again(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    path = site / RELAY
+    path.write_text(fake_sglang.files_of(fake_sglang.LATEST)["srt/managers/relay.py"])
+    assert run("status", "--target", site).code == 1
+    assert run("apply", "--target", site).data["changed"]
+    assert run("status", "--target", site).code == 0
+    run("revert", "--target", site)
+    assert snapshot(site) == before
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_an_update_over_the_set_is_noticed(
+    run: Run, site: Path, tmp_path: Path, verb: str
+) -> None:
+    """``pip install -U`` replaces recorded files and leaves our modules and state."""
+    fake_sglang.install(site, "1.0.0")
+    run("apply", "--target", site)
+    fake_sglang.install(site, "1.1.0")
+    status = run("status", "--target", site)
+    assert status.code == 1
+    assert status.data["updated"]
+    assert "SGLang went from 1.0.0 to 1.1.0" in status.document["notes"][0]
+
+    assert run(verb, "--target", site).code == 0
+    if verb == "apply":
+        assert run("status", "--target", site).code == 0
+        assert "nothing_stored(self" in (site / RELAY).read_text()
+        assert run("revert", "--target", site).code == 0
+    fresh = fake_sglang.install(tmp_path / "fresh", "1.1.0").parent
+    assert snapshot(site) == snapshot(fresh)
+
+
+def test_a_half_done_update_is_refused(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.0.0")
+    run("apply", "--target", site)
+    ours = (site / RELAY).read_bytes()
+    fake_sglang.install(site, "1.1.0")
+    (site / RELAY).write_bytes(ours)
+    outcome = run("apply", "--target", site)
+    assert (outcome.code, outcome.codes) == (5, ["E405"])
+
+
+def test_an_edit_after_an_update_is_refused(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.0.0")
+    run("apply", "--target", site)
+    fake_sglang.install(site, "1.1.0")
+    path = site / RELAY
+    path.write_text(path.read_text() + "# mine\n")
+    outcome = run("revert", "--target", site)
+    assert (outcome.code, outcome.codes) == (5, ["E405"])
+
+
+def test_an_upstream_module_of_our_name_is_not_touched(run: Run, site: Path) -> None:
+    """A release may bring a module where ours was: revert must leave it there."""
+    fake_sglang.install(site, "1.0.0")
+    run("apply", "--target", site)
+    theirs = {"srt/managers/relay_guard.py": "UPSTREAM = True\n"}
+    fake_sglang.install(site, "1.1.0", **theirs)
+    assert run("apply", "--target", site).codes == ["H306"]
+    assert run("revert", "--target", site).code == 0
+    guard = site / "sglang/srt/managers/relay_guard.py"
+    assert guard.read_text() == theirs["srt/managers/relay_guard.py"]
+
+
+def test_a_lost_record_is_not_patched_twice(run: Run, site: Path) -> None:
+    run("apply", "--target", site)
+    shutil.rmtree(site / STATE)
+    patched = snapshot(site)
+    outcome = run("apply", "--target", site)
+    assert (outcome.code, outcome.codes[0]) == (5, "E402")
+    assert snapshot(site) == patched
+
+
+def test_a_damaged_original_is_refused(run: Run, site: Path) -> None:
+    run("apply", "--target", site)
+    for original in (site / STATE / "originals").iterdir():
+        original.write_text("other")
+    patched = (site / RELAY).read_bytes()
+    outcome = run("revert", "--target", site)
+    assert (outcome.code, outcome.codes) == (5, ["E403"])
+    assert (site / RELAY).read_bytes() == patched
+
+
+def test_a_missing_file_comes_back(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    (site / RELAY).unlink()
+    (site / "sglang/srt/managers/relay_guard.py").unlink()
+    assert run("revert", "--target", site).code == 0
+    assert snapshot(site) == before
+
+
+def test_a_checkout_is_served_and_stays_clean(
+    run: Run, site: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkout"
+    shutil.copytree(site / "sglang", root / "python" / "sglang")
+    (root / "python/sglang/_version.py").unlink()
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        command = ["git", *identity, *arguments]
+        done = subprocess.run(command, cwd=root, check=True, capture_output=True)
+        return done.stdout.decode()
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "start")
+    git("tag", f"v{fake_sglang.LATEST}")
+    assert run("apply", "--target", root).document["target"]["source"] == "git tag"
+    assert ".dspark_pd" not in git("status", "--short")
+    # A file that git has put back at another commit is upstream's, not an edit.
+    relay = root / "python/sglang/srt/managers/relay.py"
+    git("stash", "-q")
+    relay.write_text(relay.read_text() + "# newer\n")
+    git("commit", "-qam", "next")
+    git("tag", "v1.1.0")
+    git("tag", "-d", f"v{fake_sglang.LATEST}")
+    assert run("apply", "--target", root).code == 0
+    assert "# newer" in relay.read_text()
+    assert run("revert", "--target", root).code == 0
+    assert git("status", "--short") == ""

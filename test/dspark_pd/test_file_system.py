@@ -1,0 +1,180 @@
+"""Full disks, missing rights, a second writer."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_sglang
+import pytest
+from conftest import Run
+from fake_sglang import snapshot
+
+from dspark_pd import fsops
+
+pytestmark = pytest.mark.unit
+
+RELAY = "sglang/srt/managers/relay.py"
+
+
+class Failing:
+    """Lets ``calls`` pass, then fails once or from there on."""
+
+    def __init__(self, real: Callable[..., Any], calls: int, error: int, ever: bool):
+        self.real, self.left, self.error, self.ever = real, calls, error, ever
+        self.failed = False
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.left == 0 and (self.ever or not self.failed):
+            self.failed = True
+            raise OSError(self.error, os.strerror(self.error))
+        self.left = max(0, self.left - 1)
+        return self.real(*arguments, **named)
+
+
+def _break(
+    monkeypatch: pytest.MonkeyPatch, name: str, calls: int, error: int, ever: bool
+) -> Failing:
+    # os.write serves subprocesses as well: only the tool's own writing shall fail.
+    owner, attribute = (fsops, "_write_all") if name == "write" else (os, name)
+    failing = Failing(getattr(owner, attribute), calls, error, ever)
+    monkeypatch.setattr(owner, attribute, failing)
+    return failing
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+@pytest.mark.parametrize("ever", [True, False], ids=["for good", "once"])
+@pytest.mark.parametrize("operation", ["write", "replace", "fsync", "mkdir"])
+def test_a_full_disk_at_any_step_loses_nothing(
+    run: Run,
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    ever: bool,
+    operation: str,
+) -> None:
+    """After a failure the tree is as before, or both verbs can repair it."""
+    fake_sglang.install(site, "1.1.0")
+    original = snapshot(site)
+    if verb == "revert":
+        run("apply", "--target", site)
+    before = snapshot(site)
+    for calls in range(60):
+        with monkeypatch.context() as patch:
+            failing = _break(patch, operation, calls, errno.ENOSPC, ever)
+            outcome = run(verb, "--target", site)
+        if not failing.failed:
+            break
+        if outcome.code == 0:
+            # The asked state was reached; only tidying up failed.
+            assert run(verb, "--target", site).code == 0
+        else:
+            assert (outcome.code, outcome.codes) == (6, ["F502"])
+            if "nothing was changed" in outcome.document["errors"][0]["next"]:
+                assert _content(snapshot(site)) == _content(before)
+        run("revert", "--target", site)
+        assert snapshot(site) == original, f"{operation} {calls}"
+        if verb == "revert":
+            run("apply", "--target", site)
+    else:
+        pytest.fail("the operation never came to its end")
+    assert calls or operation == "mkdir"
+
+
+def _content(tree: dict[str, object]) -> dict[str, object]:
+    """Leave out the state folder: a kept original more is no change of the target."""
+    return {name: item for name, item in tree.items() if ".dspark_pd" not in name}
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS])
+def test_a_read_only_target_is_named(
+    run: Run, site: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    before = snapshot(site)
+    with monkeypatch.context() as patch:
+        _break(patch, "mkdir", 0, error, ever=True)
+        outcome = run("apply", "--target", site)
+    assert (outcome.code, outcome.codes) == (6, ["F501"])
+    assert snapshot(site) == before
+
+
+def test_missing_rights_are_found_before_the_first_change(
+    run: Run, site: Path, tmp_path: Path
+) -> None:
+    """Real rights, as another user where the tests run as root."""
+    folder = site / "sglang/srt/managers"
+    before = snapshot(site)
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                for place in (tmp_path, *tmp_path.parents[:2]):
+                    os.chmod(place, 0o755)
+                _give_away(site, 65534)
+                os.setegid(65534)
+                os.seteuid(65534)
+            os.chmod(folder, 0o555)
+            code = run("apply", "--target", site).code
+            os.chmod(folder, 0o755)
+        except BaseException:
+            code = 99
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 6
+    assert snapshot(site) == before
+
+
+def _give_away(folder: Path, user: int) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, user, user)
+
+
+def test_a_failed_read_is_a_file_system_error(
+    run: Run, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        _break(patch, "fsync", 1, errno.EIO, ever=False)
+        outcome = run("apply", "--target", site)
+    assert (outcome.code, outcome.codes) == (6, ["F503"])
+
+
+def test_a_second_writer_is_refused(run: Run, site: Path) -> None:
+    handle = os.open(site / "sglang", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        for verb in ("apply", "revert"):
+            outcome = run(verb, "--target", site)
+            assert (outcome.code, outcome.codes) == (6, ["F504"])
+        assert run("status", "--target", site).code == 1, "reading needs no lock"
+    finally:
+        os.close(handle)
+    assert run("apply", "--target", site).code == 0
+
+
+def test_two_at_once_end_in_one_good_state(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            os._exit(run("apply", "--target", site).code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children]
+    assert set(codes) <= {0, 6}
+    assert 0 in codes
+    assert run("status", "--target", site).code == 0
+    run("revert", "--target", site)
+    assert snapshot(site) == before
+
+
+def test_a_temporary_file_left_behind_does_not_hinder(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    left = fsops.temporary_of(site / RELAY)
+    left.write_text("half")
+    assert run("apply", "--target", site).code == 0
+    assert run("revert", "--target", site).code == 0
+    assert snapshot(site) == before
