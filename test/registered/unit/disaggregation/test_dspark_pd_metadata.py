@@ -1,0 +1,580 @@
+"""The tail of hidden rows as metadata: what prefill writes, sends and decode finds.
+
+Two sets of metadata buffers stand for the two engines, and a memmove over their
+registered addresses stands for the transfer, so strides, order and lengths are those
+of the real send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.nixl import conn as nixl
+from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
+from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
+from sglang.srt.speculative.dspark_components.dspark_handoff import (
+    HEADER_BYTES,
+    TailSpec,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+HIDDEN, LAYERS, SLOTS = 4, (0, 1, 2), 4
+WIDTH = HIDDEN * len(LAYERS)
+
+
+def make_spec(tail_tokens=8, layer_ids=LAYERS) -> TailSpec:
+    return TailSpec(
+        layer_ids=layer_ids,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        tail_tokens=tail_tokens,
+        window_need=tail_tokens,
+    )
+
+
+def make_buffers(spec=None, **options) -> MetadataBuffers:
+    buffers = MetadataBuffers(
+        SLOTS,
+        hidden_size=16,
+        hidden_states_dtype=torch.float32,
+        max_sampling_mask_tokens=8,
+        **options,
+    )
+    if spec is not None:
+        buffers.dspark_tail = tails.TailBuffer(spec, SLOTS)
+    return buffers
+
+
+def make_req(prompt_tokens, slot=0, rid="a", room=77):
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=list(range(prompt_tokens)),
+        metadata_buffer_index=slot,
+        bootstrap_room=room,
+    )
+
+
+def make_batch(*parts):
+    """An extend batch of (request, first position, tokens)."""
+    reqs, begins, extents = zip(*parts, strict=True)
+    return SimpleNamespace(
+        reqs=list(reqs), prefix_lens=list(begins), extend_lens=list(extents)
+    )
+
+
+def rows_of(position, tokens, salt=0):
+    """Hidden rows that name their position, ``[tokens, WIDTH]``."""
+    positions = torch.arange(position, position + tokens, dtype=torch.float32)
+    return (positions * 100 + salt)[:, None] + torch.arange(WIDTH)
+
+
+def manager_of(buffers, cls=SimpleNamespace):
+    pointers, lengths, item_lengths = buffers.get_buf_infos()
+    manager = object.__new__(cls) if cls is not SimpleNamespace else cls()
+    manager.kv_args = SimpleNamespace(
+        aux_data_ptrs=pointers, aux_data_lens=lengths, aux_item_lens=item_lengths
+    )
+    return manager
+
+
+class HandoffCase(CustomTestCase):
+    def setUp(self):
+        self.addCleanup(tails.activate, None)
+        self.addCleanup(tails._peers.clear)
+        tails.activate(None)
+        tails._peers.clear()
+
+    def prefill(self, spec=None, **options):
+        spec = spec or make_spec()
+        buffers = make_buffers(spec, **options)
+        tails.activate(buffers.dspark_tail, cap_tokens=spec.tail_tokens)
+        return buffers
+
+    def announce(self, peer, buffers):
+        """What a decode's registration leaves behind on prefill."""
+        here = (tails._local, tails._cap_tokens)
+        tails.activate(tails.tail_of(buffers))
+        frames = [b""] * 24
+        frames[3] = peer.encode()
+        tails.append_tail_frame(manager_of(buffers), frames)
+        tails.activate(here[0], cap_tokens=here[1])
+        tails.note_peer_tail(frames)
+
+
+class TestMetadataBuffers(HandoffCase):
+    def test_tail_is_last(self):
+        """Peers pair buffers by position: all others must keep theirs."""
+        for checksum in (False, True):
+            with self.subTest(checksum=checksum):
+                plain = make_buffers(kv_checksum_enabled=checksum)
+                spec = make_spec()
+                mine = make_buffers(spec, kv_checksum_enabled=checksum)
+                _, plain_lengths, plain_items = plain.get_buf_infos()
+                pointers, lengths, items = mine.get_buf_infos()
+                self.assertEqual(lengths[:-1], plain_lengths)
+                self.assertEqual(items[:-1], plain_items)
+                self.assertEqual(items[-1], spec.item_bytes)
+                self.assertEqual(pointers[-1], mine.dspark_tail.storage.data_ptr())
+
+    def test_item_holds_header_and_rows(self):
+        spec = make_spec(tail_tokens=5)
+        self.assertEqual(spec.item_bytes, HEADER_BYTES + 5 * WIDTH * 4)
+        tail = tails.TailBuffer(spec, SLOTS)
+        self.assertEqual(tuple(tail.rows.shape), (SLOTS, 5, WIDTH))
+        tail.rows[1, 0, 0] = 3.0
+        self.assertEqual(tail.header(1), None)
+
+    def test_clear_slot_clears_header(self):
+        """The next owner of a slot must not inherit a header."""
+        buffers = self.prefill()
+        req = make_req(3)
+        buffers.dspark_tail.take(make_batch((req, 0, 3)), rows_of(0, 3))
+        buffers.dspark_tail.finish(req)
+        self.assertEqual(buffers.dspark_tail.header(0).count, 3)
+        buffers.clear_slot(0)
+        self.assertIsNone(buffers.dspark_tail.header(0))
+
+    def test_scheduler_attaches_buffer(self):
+        """Both roles get their buffer before it is registered with the transfer."""
+        from sglang.srt.speculative.dspark_components import dspark_handoff_startup
+
+        source = inspect.getsource(inspect.unwrap(Scheduler.init_disaggregation))
+        place = 0
+        for queue in ("DecodeTransferQueue(", "PrefillBootstrapQueue("):
+            built = source.index(".disagg_metadata_buffers = MetadataBuffers(", place)
+            attached = source.index("attach_tail_buffer(self, ", built)
+            place = source.index(queue, built)
+            self.assertLess(attached, place)
+        scheduler = SimpleNamespace(
+            server_args=SimpleNamespace(disaggregation_mode="decode"),
+            spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
+        )
+        buffers = make_buffers()
+        dspark_handoff_startup.attach_tail_buffer(scheduler, buffers, SLOTS)
+        self.assertIsNone(tails.tail_of(buffers))
+
+
+class TestPrefillSide(HandoffCase):
+    def read(self, buffers, slot):
+        header = buffers.dspark_tail.header(slot)
+        return header, buffers.dspark_tail.read(slot, header)
+
+    def run_chunks(self, buffers, prompt, chunks, begin=0):
+        req = make_req(prompt)
+        for extent in chunks:
+            hidden = rows_of(begin, extent)
+            buffers.dspark_tail.take(make_batch((req, begin, extent)), hidden)
+            begin += extent
+        buffers.dspark_tail.finish(req)
+        return self.read(buffers, 0)
+
+    def test_tail_of_every_chunking(self):
+        """The tail may straddle chunks, and a prompt may be shorter than it."""
+        cases = {
+            "one chunk": (20, [20]),
+            "straddles two": (20, [15, 5]),
+            "straddles many": (20, [10, 3, 3, 3, 1]),
+            "last chunk is the tail": (20, [12, 8]),
+            "one token chunks": (9, [1] * 9),
+            "shorter than the tail": (5, [5]),
+            "as long as the tail": (8, [8]),
+            "one token": (1, [1]),
+        }
+        for name, (prompt, chunks) in cases.items():
+            with self.subTest(name):
+                buffers = self.prefill()
+                header, rows = self.run_chunks(buffers, prompt, chunks)
+                count = min(prompt, 8)
+                self.assertEqual((header.start, header.count), (prompt - count, count))
+                self.assertEqual(header.prompt_tokens, prompt)
+                self.assertEqual(header.room, 77)
+                torch.testing.assert_close(rows, rows_of(prompt - count, count))
+
+    def test_cached_prefix_before_the_tail(self):
+        buffers = self.prefill()
+        header, rows = self.run_chunks(buffers, 20, [8], begin=12)
+        self.assertEqual(header.count, 8)
+        torch.testing.assert_close(rows, rows_of(12, 8))
+
+    def test_gap_sends_no_rows(self):
+        """A row that was not computed for this request must never be announced."""
+        for begin, chunks in ((14, [6]), (0, [13])):
+            with self.subTest(begin=begin):
+                buffers = self.prefill()
+                with self.assertLogs(tails.logger, "ERROR"):
+                    header, rows = self.run_chunks(buffers, 20, chunks, begin)
+                self.assertEqual((header.start, header.count), (20, 0))
+                self.assertEqual(rows.shape[0], 0)
+                self.assertEqual(buffers.dspark_tail.missing_rows, 1)
+
+    def test_slot_of_an_aborted_request_is_reused(self):
+        """The next owner is shorter: rows behind its own belong to the other."""
+        buffers = self.prefill()
+        gone = make_req(20, rid="gone")
+        buffers.dspark_tail.take(make_batch((gone, 0, 16)), rows_of(0, 16, salt=7))
+        kept = make_req(3, rid="kept", room=78)
+        buffers.dspark_tail.take(make_batch((kept, 0, 3)), rows_of(0, 3))
+        buffers.dspark_tail.finish(kept)
+        header, rows = self.read(buffers, 0)
+        self.assertEqual((header.count, header.room), (3, 78))
+        torch.testing.assert_close(rows, rows_of(0, 3))
+
+    def test_retry_recomputes_its_tail(self):
+        """A retry with its first run in the prefix cache takes the tail again."""
+        buffers = self.prefill()
+        req = make_req(20)
+        buffers.dspark_tail.take(make_batch((req, 0, 20)), rows_of(0, 20, salt=5))
+        buffers.dspark_tail.take(make_batch((req, 12, 8)), rows_of(12, 8))
+        buffers.dspark_tail.finish(req)
+        torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(12, 8))
+
+    def test_batch_of_mixed_requests(self):
+        buffers = self.prefill()
+        long, short = make_req(20, slot=1, rid="l"), make_req(3, slot=2, rid="s")
+        other = make_req(30, slot=-1, rid="no slot")
+        hidden = torch.cat(
+            [rows_of(10, 10, 1), rows_of(0, 30, 2), rows_of(0, 3, 3), rows_of(0, 5, 9)]
+        )
+        batch = make_batch((long, 10, 10), (other, 0, 30), (short, 0, 3))
+        buffers.dspark_tail.take(batch, hidden)
+        for req, salt in ((long, 1), (short, 3)):
+            buffers.dspark_tail.finish(req)
+            header, rows = self.read(buffers, req.metadata_buffer_index)
+            expected = rows_of(header.start, header.count, salt)
+            torch.testing.assert_close(rows, expected)
+
+    def test_dropped_layer_is_refused(self):
+        buffers = self.prefill()
+        with self.assertRaisesRegex(RuntimeError, r"expected at least 3 rows of 12"):
+            buffers.dspark_tail.take(
+                make_batch((make_req(3), 0, 3)), torch.zeros(3, WIDTH - HIDDEN)
+            )
+
+    def test_room_keeps_64_bits(self):
+        buffers = self.prefill()
+        req = make_req(2, room=(1 << 64) - 5)
+        buffers.dspark_tail.take(make_batch((req, 0, 2)), rows_of(0, 2))
+        buffers.dspark_tail.finish(req)
+        header = buffers.dspark_tail.header(0)
+        self.assertTrue(tails.same_room(header, (1 << 64) - 5))
+        self.assertFalse(tails.same_room(header, 77))
+
+    def test_set_buf_writes_header(self):
+        """Every backend and every retry writes its metadata through this method."""
+        buffers = self.prefill()
+        req = make_req(3)
+        buffers.dspark_tail.take(make_batch((req, 0, 3)), rows_of(0, 3))
+        for field in ("cached_tokens", "cached_tokens_device", "cached_tokens_host"):
+            setattr(req, field, 0)
+        req.cached_tokens_storage, req.output_ids = 0, [5]
+        req.get_mm_token_counts = lambda: (0, 0, 0)
+        req.return_logprob = req.return_sampling_mask = False
+        req.hidden_states_tensor = None
+        buffers.set_buf(req)
+        self.assertEqual(buffers.dspark_tail.header(0).count, 3)
+
+    def test_worker_takes_rows(self):
+        """The forward's rows end here: none travels on with the result."""
+        buffers = self.prefill()
+        req = make_req(3)
+        output = SimpleNamespace(
+            hidden_states=rows_of(0, 3), hidden_states_token_indices=None
+        )
+        worker = object.__new__(TpModelWorker)
+        worker.pp_group = SimpleNamespace(is_last_rank=True)
+        worker.is_dllm = lambda: False
+        worker.set_hicache_consumer = lambda _: None
+        worker._model_runner = SimpleNamespace(
+            forward=lambda *_, **__: SimpleNamespace(
+                logits_output=output,
+                can_run_graph=False,
+                expert_distribution_metrics=None,
+                routed_experts_output=None,
+                indexer_topk_output=None,
+            )
+        )
+        batch = make_batch((req, 0, 3))
+        batch.hicache_consumer_index = 0
+        module = "sglang.srt.managers.tp_worker."
+        features = SimpleNamespace(enable_encoder_swa_bounded_replay=False)
+        with (
+            mock.patch(module + "ForwardBatch.init_new"),
+            mock.patch(module + "get_exec", lambda: SimpleNamespace(features=features)),
+            mock.patch(module + "capture_pre_sample_logits"),
+        ):
+            worker.forward_batch_generation(batch, is_verify=True)
+        self.assertIsNone(output.hidden_states)
+        buffers.dspark_tail.finish(req)
+        torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(0, 3))
+
+    def test_other_engines_keep_their_hidden_states(self):
+        output = SimpleNamespace(hidden_states=rows_of(0, 3))
+        tails.take_tail_rows(make_batch((make_req(3), 0, 3)), output)
+        self.assertIsNotNone(output.hidden_states)
+        decode = make_buffers(make_spec())
+        tails.activate(decode.dspark_tail)
+        tails.take_tail_rows(make_batch((make_req(3), 0, 3)), output)
+        self.assertIsNotNone(output.hidden_states)
+
+    def test_prefix_match_is_capped(self):
+        """Cached tokens produce no rows, so the tail may not be matched."""
+        req = object.__new__(Req)
+        req.dllm_config, req.return_logprob = None, False
+        req.logprob_start_len, req.is_dllm = -1, lambda: False
+        self.assertEqual(req._compute_max_prefix_len(20), 19)
+        self.prefill(make_spec(tail_tokens=8))
+        self.assertEqual(req._compute_max_prefix_len(20), 12)
+        self.assertEqual(req._compute_max_prefix_len(8), 0)
+        self.assertEqual(req._compute_max_prefix_len(3), 0)
+
+    def test_stage_without_rows_caps_alike(self):
+        """All pipeline stages must agree on what is computed."""
+        tails.activate(None, cap_tokens=8)
+        self.assertEqual(tails.cap_prefix_match(19, 20), 12)
+
+    def test_decode_is_not_capped(self):
+        tails.activate(make_buffers(make_spec()).dspark_tail)
+        self.assertEqual(tails.cap_prefix_match(19, 20), 19)
+
+
+class FakeAgent:
+    def get_xfer_descs(self, blocks, _kind):
+        return blocks
+
+    def initialize_xfer(self, _verb, sources, targets, _peer):
+        return sources, targets
+
+
+class TestWire(HandoffCase):
+    """One finished request of ``prompt`` tokens is sent from slot 1 to slot 2."""
+
+    def finished(self, prompt, spec=None):
+        buffers = self.prefill(spec)
+        req = make_req(prompt, slot=1)
+        buffers.dspark_tail.take(make_batch((req, 0, prompt)), rows_of(0, prompt))
+        buffers.dspark_tail.finish(req)
+        return buffers
+
+    def nixl_blocks(self, buffers, peer_buffers, peer="d"):
+        manager = manager_of(buffers, NixlKVManager)
+        manager.agent = FakeAgent()
+        manager._post_xfer = lambda *_: None
+        pointers = peer_buffers.get_buf_infos()[0]
+        sources, targets = manager.send_aux(peer, 1, pointers, 2)
+        return [(s[0], t[0], s[1]) for s, t in zip(sources, targets, strict=True)]
+
+    def mooncake_blocks(self, buffers, peer_buffers, peer="d"):
+        manager = manager_of(buffers, MooncakeKVManager)
+        manager.enable_custom_mem_pool = False
+        manager._transfer_data = lambda _session, blocks: blocks
+        req = SimpleNamespace(mooncake_session_id=peer, dst_aux_index=2)
+        return manager.send_aux(req, 1, peer_buffers.get_buf_infos()[0])
+
+    def check_existing_rows(self, blocks_of):
+        for prompt in (3, 8, 20):
+            with self.subTest(prompt=prompt):
+                sender, receiver = self.finished(prompt), make_buffers(make_spec())
+                self.announce("d", receiver)
+                blocks = blocks_of(sender, receiver)
+                count = min(prompt, 8)
+                self.assertEqual(blocks[-1][2], HEADER_BYTES + count * WIDTH * 4)
+                self.assertEqual(len(blocks), len(sender.get_buf_infos()[0]))
+                move(blocks)
+                header = receiver.dspark_tail.header(2)
+                self.assertEqual(header.count, count)
+                rows = receiver.dspark_tail.read(2, header)
+                torch.testing.assert_close(rows, rows_of(prompt - count, count))
+                for slot in (0, 1, 3):
+                    self.assertIsNone(receiver.dspark_tail.header(slot))
+
+    def test_nixl_sends_existing_rows(self):
+        self.check_existing_rows(self.nixl_blocks)
+
+    def test_mooncake_sends_existing_rows(self):
+        self.check_existing_rows(self.mooncake_blocks)
+
+    def test_other_layouts_are_never_written(self):
+        """Another tail length or other layers: an error with both values, no write."""
+        others = {
+            "tail length": make_spec(tail_tokens=9),
+            "layers": make_spec(layer_ids=(0, 1, 3)),
+        }
+        for name, other in others.items():
+            for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
+                with self.subTest(name, backend=blocks_of.__name__):
+                    sender, receiver = self.finished(20), make_buffers(other)
+                    self.announce("d", receiver)
+                    message = f"sends {make_spec().item_bytes} .*expects "
+                    with self.assertRaisesRegex(
+                        RuntimeError, message + str(other.item_bytes)
+                    ):
+                        blocks_of(sender, receiver)
+
+    def test_buffer_in_another_place_is_never_written(self):
+        """With a checksum on one engine only, the tail's place is another buffer."""
+        sender = self.finished(20)
+        receiver = make_buffers(make_spec(), kv_checksum_enabled=True)
+        self.announce("d", receiver)
+        with self.assertRaisesRegex(RuntimeError, "as metadata buffer"):
+            self.nixl_blocks(sender, receiver)
+
+    def test_decode_without_tail_gets_upstreams_buffers(self):
+        for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
+            for checksum in (False, True):
+                with self.subTest(backend=blocks_of.__name__, checksum=checksum):
+                    sender = self.finished(20)
+                    receiver = make_buffers(kv_checksum_enabled=checksum)
+                    self.announce("d", receiver)
+                    blocks = blocks_of(sender, receiver)
+                    self.assertEqual(len(blocks), len(sender.get_buf_infos()[0]) - 1)
+
+    def test_stage_before_the_last_leaves_the_tail_alone(self):
+        """All stages write the same slot; only the last one owns rows."""
+        receiver = make_buffers(make_spec())
+        stage = make_buffers()
+        tails.activate(None, cap_tokens=8)
+        self.announce("d", receiver)
+        for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
+            blocks = blocks_of(stage, receiver)
+            self.assertEqual(len(blocks), len(stage.get_buf_infos()[0]))
+            move(blocks)
+            self.assertIsNone(receiver.dspark_tail.header(2))
+
+    def test_mismatched_stride_would_hit_another_slot(self):
+        """Why the layout is announced: the sender's stride misses the slot."""
+        sender, receiver = self.finished(20), make_buffers(make_spec(tail_tokens=4))
+        stride = sender.get_buf_infos()[2][-1]
+        target = receiver.get_buf_infos()[0][-1] + 2 * stride
+        own = receiver.dspark_tail.storage
+        hit = (target - own.data_ptr()) // own.stride(0)
+        self.assertNotEqual(hit, 2)
+
+    def test_registration_carries_layout(self):
+        receiver = make_buffers(make_spec())
+        tails.activate(receiver.dspark_tail)
+        sent = []
+        handle = object.__new__(CommonKVReceiver)
+        handle.bootstrap_infos = [{"rank_ip": "127.0.0.1"}]
+        handle.kv_mgr = manager_of(receiver)
+        handle.kv_mgr.build_receiver_registration_message = lambda: [b"x"] * 25
+        handle._send_bootstrap_message = lambda *, message, **_: (
+            sent.append(message) or True
+        )
+        self.assertTrue(handle._register_kv_args())
+        frame = next(f for f in sent[0] if f.startswith(tails.FRAME_MAGIC))
+        index = len(receiver.get_buf_infos()[0]) - 1
+        layout = (index, make_spec().item_bytes, make_spec().fingerprint)
+        self.assertEqual(tails._parse_frame(frame), layout)
+
+    def test_default_decode_sends_upstreams_message(self):
+        message = [b"x"] * 25
+        tails.append_tail_frame(manager_of(make_buffers()), message)
+        self.assertEqual(len(message), 25)
+
+    def registration(self):
+        frames = [b"None"] + [b""] * 23
+        frames[3] = b"d"
+        tails.activate(make_buffers(make_spec()).dspark_tail)
+        tails.append_tail_frame(manager_of(make_buffers(make_spec())), frames)
+        tails.activate(None)
+        return frames
+
+    def test_nixl_prefill_reads_layout(self):
+        frames = self.registration()
+        manager = object.__new__(NixlKVManager)
+        manager.server_socket = mock.Mock()
+        manager.server_socket.recv_multipart.side_effect = [[GUARD, *frames], Stop]
+        manager._handle_abort_notification = lambda _: False
+        seen = []
+        manager._add_remote_peer = lambda _: seen.append(tails._peers.get("d"))
+        manager.kv_args = SimpleNamespace(engine_rank=0)
+        run_bootstrap_thread(manager._start_bootstrap_thread, nixl)
+        self.assertEqual(seen[0][1], make_spec().item_bytes)
+
+    def test_mooncake_prefill_reads_layout(self):
+        frames = self.registration()
+        manager = object.__new__(MooncakeKVManager)
+        manager.server_socket, manager._stopped = None, False
+        manager._worker_threads = []
+        manager._make_worker_recv = lambda _: mock.Mock(side_effect=[frames, Stop])
+        manager._handle_abort_notification = lambda _: False
+        manager.requires_dcp_relayout = lambda *_: False
+        seen = []
+        manager._publish_peer_registration = lambda *_: seen.append(
+            tails._peers.get("d")
+        )
+        run_bootstrap_thread(manager.start_prefill_thread, mooncake)
+        self.assertEqual(seen[0][1], make_spec().item_bytes)
+
+    def test_malformed_frame_is_no_layout(self):
+        frames = [b"None"] + [b""] * 23 + [tails.FRAME_MAGIC + b"1,x"]
+        frames[3] = b"d"
+        with self.assertLogs(tails.logger, "ERROR"):
+            tails.note_peer_tail(frames)
+        self.assertNotIn("d", tails._peers)
+
+    def test_peers_are_bounded(self):
+        for number in range(tails._MAX_PEERS + 10):
+            frames = self.registration()
+            frames[3] = f"d{number}".encode()
+            tails.note_peer_tail(frames)
+        self.assertEqual(len(tails._peers), tails._MAX_PEERS)
+
+    def test_count_is_explained(self):
+        """A stage without a tail is no misconfiguration; a checksum still is one."""
+        manager = manager_of(make_buffers(), CommonKVManager)
+        self.announce("d", make_buffers(make_spec()))
+        remote = len(make_buffers(make_spec()).get_buf_infos()[0])
+        logger = "sglang.srt.disaggregation.common.conn"
+        with self.assertNoLogs(logger, "ERROR"):
+            manager.check_peer_aux_buffer_count("d", remote)
+        with self.assertLogs(logger, "ERROR"):
+            manager.check_peer_aux_buffer_count("d", remote + 1)
+
+
+class Stop(Exception):
+    """Ends an endless receive loop."""
+
+
+def run_bootstrap_thread(start, backend):
+    """Run a backend's thread function in this thread, until its socket runs dry."""
+    functions = []
+
+    def record(*_, target, **__):
+        functions.append(target)
+        return mock.Mock()
+
+    with mock.patch("threading.Thread", record):
+        start()
+    registration = mock.MagicMock()
+    with (
+        mock.patch.object(backend.KVArgsRegisterInfo, "from_zmq", registration),
+        contextlib.suppress(Stop),
+    ):
+        functions[0]()
+
+
+def move(blocks):
+    for source, target, length in blocks:
+        ctypes.memmove(int(target), int(source), int(length))
+
+
+if __name__ == "__main__":
+    unittest.main()
