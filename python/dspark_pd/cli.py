@@ -52,13 +52,16 @@ def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
         description=description,
         epilog=f"exit codes:\n{codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     version = f"%(prog)s {dspark_pd.__version__}"
     parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in _VERBS.items():
         if verb != "demo":
-            sub = verbs.add_parser(verb, help=text, description=text)
+            sub = verbs.add_parser(
+                verb, help=text, description=text, allow_abbrev=False
+            )
             _add_options(verb, sub)
             if verb == asked and verb in _OWN_OPTIONS:
                 _module_of(verb).add_arguments(sub)
@@ -74,7 +77,9 @@ def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
         _add_component(parser)
     if verb in ("status", "diff", "apply"):
         text = "treat the target as this release, where none can be read"
-        parser.add_argument("--assume-version", metavar="X.Y.Z", help=text)
+        parser.add_argument(
+            "--assume-version", metavar="X.Y.Z", type=_release, help=text
+        )
     if verb == "apply":
         text = "check everything, write nothing; exit 1 if apply would change something"
         parser.add_argument("--dry-run", action="store_true", help=text)
@@ -112,6 +117,15 @@ def _add_component(parser: argparse.ArgumentParser) -> None:
     text = "a part of the set (repeatable; default: all but cpu)"
     names = [*COMPONENTS, "all"]
     parser.add_argument("--component", action="append", choices=names, help=text)
+
+
+def _release(text: str) -> str:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(text))
+    except InvalidVersion:
+        raise argparse.ArgumentTypeError(f"{text} is not a release") from None
 
 
 def _module_of(verb: str) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from dspark_pd.errors import refuse
 from dspark_pd.patch_set import default_overlay
@@ -45,7 +45,7 @@ class Target:
 def find_target(named: str | None, assumed: str | None = None) -> Target:
     """Return the target named by the user, or the one of this interpreter.
 
-    Refuses with T101 when there is none and with U001 when ``assumed`` is no version.
+    ``assumed`` is a release that the user vouches for. Refuses with T101.
     """
     places = list(_named_places(Path(named)) if named else _own_places())
     for place in places:
@@ -57,11 +57,7 @@ def find_target(named: str | None, assumed: str | None = None) -> Target:
 
 def _with_release(root: Path, assumed: str | None) -> Target:
     if assumed is not None:
-        try:
-            return Target(root, Version(assumed), "assumed")
-        except InvalidVersion:
-            message = f"--assume-version {assumed}: not a version"
-            refuse("U001", message=message, verb="apply")
+        return Target(root, Version(assumed), "assumed")
     release, source = read_release(root)
     return Target(root, release, source)
 

@@ -61,7 +61,7 @@ def start(settings):
     return settings
 '''
 
-_START_CHECKED = '''\
+_START_CHECKED = """\
 def check(settings):
     assert settings
 
@@ -69,7 +69,7 @@ def check(settings):
 def start(settings):
     check(settings)
     return settings
-'''
+"""
 
 _DEVICES = """\
 KNOWN = ("one", "two")
