@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from dspark_pd.bed import BedError, EngineSpec, RouterSpec, checks, counters, diagnosis
 from dspark_pd.bed.demo import main
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
@@ -27,13 +28,22 @@ def test_a_checkpoint_path_is_checked(tmp_path: Path) -> None:
         check_checkpoint(tmp_path / "none", "--model")
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(BedError, match="no config.json"):
+    with pytest.raises(BedError, match="no config[.]json"):
         check_checkpoint(empty, "--model")
     with pytest.raises(BedError, match="does not parse"):
         check_checkpoint(checkpoint(tmp_path / "broken", "{"), "--model")
     (empty / "config.json").write_text("{}")
     with pytest.raises(BedError, match="safetensors"):
         check_checkpoint(empty, "--model")
+
+
+@pytest.fixture
+def tiny_pair(tmp_path: Path) -> list[str]:
+    """Arguments that name a pair which passes for one as long as none is started."""
+    target = checkpoint(tmp_path / "target", "{}")
+    config = '{"architectures": ["Qwen3DSparkModel"], "block_size": 4}'
+    draft = checkpoint(tmp_path / "draft", config)
+    return ["--model", str(target), "--draft", str(draft)]
 
 
 def test_a_draft_must_be_a_dspark_draft(tmp_path: Path) -> None:
@@ -54,9 +64,12 @@ def test_a_draft_must_be_a_dspark_draft(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_end_at_once(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    tiny_pair: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(arguments) == 2
+    assert main([*tiny_pair, *arguments]) == 2
     said = capsys.readouterr().err
     assert text in said
     assert "next:" in said
@@ -64,7 +77,9 @@ def test_bad_arguments_end_at_once(
 
 
 def test_a_port_in_use_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_pair: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     versions = dict.fromkeys(checks._NEEDED, "1")
     monkeypatch.setattr(checks, "_probe", lambda: versions)
@@ -73,7 +88,7 @@ def test_a_port_in_use_ends_at_once(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["--port", str(port)]) == 2
+        assert main([*tiny_pair, "--port", str(port)]) == 2
     assert f"port {port} is in use" in capsys.readouterr().err
 
 

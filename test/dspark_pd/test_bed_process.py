@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from bed_fakes import FAKES, use_fake_servers
 from dspark_pd.bed.process import Process, group_members, stop_all
 

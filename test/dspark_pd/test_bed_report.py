@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from dspark_pd.bed import modes
 from dspark_pd.bed.client import Reply
 from dspark_pd.bed.report import Report, Run

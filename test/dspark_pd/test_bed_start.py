@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from bed_fakes import use_fake_servers
 from dspark_pd.bed import Bed, BedError, Client, EngineSpec, RouterSpec
 from dspark_pd.bed.ports import claim_port, free_port

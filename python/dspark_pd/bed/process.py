@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 10.0
+# SGLang looks at a SIGTERM every 5 s; nothing of ours is worth waiting that long for.
+_GRACE_S = 1.5
 
 
 class _Reaper:
@@ -159,22 +161,27 @@ class Process:
         self.terminate_group(signal.SIGKILL)
         self.join(_KILL_DEADLINE_S)
 
-    def stop(self, grace_s: float = 3.0) -> None:
-        """SIGTERM, then SIGKILL to the whole group; safe to call twice."""
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ask the child to end, then SIGKILL to the whole group; safe to call twice."""
         if self._child is None or self not in _running:
             return
-        self.terminate_group(signal.SIGTERM)
+        self.ask_to_end()
         if not self.join(grace_s):
             self.terminate_group(signal.SIGKILL)
             self.join(_KILL_DEADLINE_S)
         self._forget()
 
+    def ask_to_end(self) -> None:
+        """SIGTERM to the child alone: engines take the end of a rank for a crash."""
+        if self.alive():
+            self._child.terminate()
+        else:
+            self.terminate_group(signal.SIGTERM)
+
     def terminate_group(self, signum: int) -> None:
         """Send a signal to every process of the group."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
-        except ProcessLookupError:
-            pass
 
     def join(self, timeout_s: float) -> bool:
         """Wait until no process of the group lives; False at the deadline."""
@@ -218,11 +225,11 @@ class Process:
             time.sleep(0.2)
 
 
-def stop_all(processes: Sequence[Process], grace_s: float = 3.0) -> None:
+def stop_all(processes: Sequence[Process], grace_s: float = _GRACE_S) -> None:
     """Stop several at once: one grace period for all of them."""
     alive = [p for p in processes if p in _running]
     for process in alive:
-        process.terminate_group(signal.SIGTERM)
+        process.ask_to_end()
     deadline = time.monotonic() + grace_s
     for process in alive:
         process.join(max(0.0, deadline - time.monotonic()))

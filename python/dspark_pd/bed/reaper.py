@@ -9,6 +9,7 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,10 +20,8 @@ _GRACE_S = 1.0
 
 def _signal_all(groups: set[int], signum: int) -> None:
     for pgid in groups:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pgid, signum)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def main() -> None:

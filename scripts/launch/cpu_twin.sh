@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The same topology on one CPU with the tiny models: prefill with HiCache and file
+# storage, decode, router, DSPARK on both, NIXL between them. All on 127.0.0.1; runs
+# until Ctrl-C, which stops everything.
+#
+#   scripts/launch/cpu_twin.sh          then: curl 127.0.0.1:8000/v1/chat/completions ...
+#   TP=2 scripts/launch/cpu_twin.sh     two ranks per engine
+#
+# Kept from the GPU scripts, values scaled down: speculative algorithm, chunked prefill
+# size, every HiCache flag, transfer backend, modes, ports.
+# Left out, because they have no meaning here: --base-gpu-id (no GPU),
+# --moe-runner-backend and --disable-flashinfer-autotune (no MoE layer, no FlashInfer),
+# --swa-full-tokens-ratio (the tiny target has no sliding window),
+# --mem-fraction-static (the pool is sized in tokens), --cuda-graph-max-bs (no graphs),
+# --reasoning-parser and --tool-call-parser (the tiny model does neither).
+set -euo pipefail
+
+. "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
+prepare_environment
+
+exec "$VENV/bin/python" -m dspark_pd.bed.serve --tp "${TP:-1}" \
+  --prefill-port "${PREFILL_PORT:-30000}" --decode-port "${DECODE_PORT:-30001}" \
+  --bootstrap-port "${BOOTSTRAP_PORT:-8998}" --port "${PORT:-8000}" \
+  ${HICACHE_DIR:+--hicache-dir "$HICACHE_DIR"} "$@"

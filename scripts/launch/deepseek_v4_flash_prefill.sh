@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Prefill engine on GPUs 0 to 3: DeepSeek-V4-Flash with its bundled DSPARK draft, NIXL,
+# HiCache with file storage. Not run in this repository's tests (they have no GPU);
+# cpu_twin.sh runs the same topology with the flags that have a meaning on a CPU.
+#
+#   HICACHE_DIR=/fast/disk/hicache scripts/launch/deepseek_v4_flash_prefill.sh [flags]
+#
+# HOST is where it listens: an address that decode and router can reach.
+set -euo pipefail
+
+export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="${HICACHE_DIR:?set HICACHE_DIR to a folder for KV files}"
+
+exec sglang serve \
+  --model-path "${MODEL:-deepseek-ai/DeepSeek-V4-Flash-0731}" --trust-remote-code \
+  --host "${HOST:-127.0.0.1}" --port "${PORT:-30000}" \
+  --tp 4 --base-gpu-id 0 \
+  --moe-runner-backend flashinfer_mxfp4 --disable-flashinfer-autotune \
+  --swa-full-tokens-ratio 0.1 \
+  --reasoning-parser deepseek-v4 --tool-call-parser deepseekv4 \
+  --speculative-algorithm DSPARK \
+  --chunked-prefill-size 16384 --mem-fraction-static 0.90 \
+  --enable-hierarchical-cache --hicache-ratio 2 --hicache-size 0 \
+  --hicache-mem-layout page_first_direct --hicache-io-backend direct \
+  --hicache-write-policy write_through --hicache-storage-backend file \
+  --hicache-storage-prefetch-policy wait_complete \
+  --disaggregation-mode prefill --disaggregation-transfer-backend nixl \
+  --disaggregation-bootstrap-port "${BOOTSTRAP_PORT:-8998}" \
+  "$@"

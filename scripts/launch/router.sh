@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Router before one prefill and one decode engine, GPU or CPU.
+#
+#   PREFILL=http://host:30000 DECODE=http://host:30001 scripts/launch/router.sh
+#
+# The health checks are shorter than the defaults, with which a dead engine goes
+# unnoticed for minutes.
+set -euo pipefail
+
+exec "${PYTHON:-python3}" -m sglang_router.launch_router --pd-disaggregation \
+  --prefill "${PREFILL:-http://127.0.0.1:30000}" "${BOOTSTRAP_PORT:-8998}" \
+  --decode "${DECODE:-http://127.0.0.1:30001}" \
+  --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}" \
+  --health-check-interval-secs 2 --health-check-timeout-secs 2 \
+  --health-failure-threshold 2 --health-success-threshold 1 \
+  "$@"

@@ -1,0 +1,52 @@
+"""Engines shared by the end-to-end tests of one session.
+
+Starting an engine costs about 40 CPU seconds, so tests share them: `references`
+(unified serving, stopped once its answers are known), `native_pair` (overlap on, one
+GPU rank per engine). What a module alone needs it starts in fixtures of its own. Each
+test leaves the engines healthy; the check at the end of the session names one that
+is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pd_parity import Pair, native_specs, route
+from pd_prompts import References
+
+from dspark_pd.bed import Bed
+
+
+@pytest.fixture(scope="session")
+def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
+    """Where every engine of the session runs; logs are kept when a test failed."""
+    with Bed("e2e") as bed:
+        yield bed
+        bed.keep_logs = bool(request.session.testsfailed)
+        bed.assert_healthy()
+
+
+@pytest.fixture(scope="session")
+def references(bed: Bed) -> References:
+    """Answers of unified serving, computed when first asked for."""
+    return References(bed)
+
+
+@pytest.fixture(scope="session")
+def native_pair(bed: Bed, references: References) -> Pair:
+    """DSPARK on both engines, overlap scheduling on.
+
+    Its decode engine may also serve a prefill engine without a draft: the test that
+    shows what goes wrong then needs it.
+    """
+    references.get("short")
+    prefill, decode = native_specs(
+        "native", env={"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
+    )
+    return route(bed, *bed.start([prefill, decode]))
