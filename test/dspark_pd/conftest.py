@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fake_sglang
 import pytest
 
+import fake_sglang
 from dspark_pd.cli import main
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write the golden files of test_releases.py anew"
+    parser.addoption("--update-goldens", action="store_true", help=text)
 
 
 @dataclass(frozen=True)

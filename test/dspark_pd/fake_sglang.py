@@ -90,7 +90,7 @@ def files_of(release: str) -> dict[str, str]:
         "srt/__init__.py": "",
         "srt/managers/__init__.py": "",
         "srt/managers/relay.py": _RELAY_OLD if release == "1.0.0" else _RELAY,
-        "srt/start.py": _START_CHECKED if release == "1.2.0" else _START,
+        "srt/start.py": _START if release in RELEASES[:2] else _START_CHECKED,
         "srt/devices.py": _DEVICES,
         "srt/untouched.py": f"RELEASE = '{release}'\n",
     }

@@ -6,8 +6,9 @@ import os
 import py_compile
 from pathlib import Path
 
-import fake_sglang
 import pytest
+
+import fake_sglang
 from conftest import Run
 from fake_sglang import snapshot
 
@@ -183,3 +184,32 @@ def test_a_changed_set_is_applied_over_the_old_one(
     assert "return list()" in relay
     run("revert", "--target", site)
     assert snapshot(site) == before
+
+
+def test_an_import_that_may_fail_brings_nothing(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    """A component may use another one where it is there, without needing it."""
+    fake_sglang.install(site, "1.1.0")
+    guard = overlay / "srt/managers/relay_guard.py"
+    offer = (
+        "try:\n    from sglang.srt.agreement import rules\n"
+        "except ImportError:\n    rules = None\n"
+    )
+    guard.write_text(offer + guard.read_text())
+    run("apply", "--target", site, "--component", "native")
+    assert not (site / "sglang/srt/agreement").exists()
+
+
+def test_a_component_for_later_releases_is_said_to_do_nothing(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    hunks = overlay / "srt/devices.py.hunks.yml"
+    hunks.write_text(hunks.read_text().replace(">=1.0.0,<1.3.0", ">=1.2.0,<1.3.0"))
+    fake_sglang.install(site, "1.1.0")
+    before = snapshot(site)
+    outcome = run("apply", "--target", site, "--component", "cpu")
+    assert outcome.code == 0
+    assert "component cpu has nothing for SGLang 1.1.0" in outcome.document["notes"][0]
+    assert snapshot(site) == before
+    assert run("status", "--target", site, "--component", "cpu").code == 0

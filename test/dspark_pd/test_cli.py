@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_sglang
 import pytest
-from conftest import Run
 
+import fake_sglang
+from conftest import Run
 from dspark_pd import exit_codes
 from dspark_pd.cli import build_parser, main
 

@@ -15,14 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import fake_sglang
 import pytest
-from conftest import Run
-from fake_sglang import snapshot
 
+import fake_sglang
+from conftest import Run
 from dspark_pd import astgrep, fsops
 from dspark_pd.patch_set import load_patch_set
 from dspark_pd.verbs import context
+from fake_sglang import snapshot
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import fake_sglang
 import pytest
+
+import fake_sglang
 from conftest import Run
 from fake_sglang import snapshot
 

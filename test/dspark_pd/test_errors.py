@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import fake_sglang
 import pytest
-from conftest import Outcome, Run
 
+import fake_sglang
+from conftest import Outcome, Run
 from dspark_pd import astgrep, exit_codes, fsops
 from dspark_pd.error_catalogue import PARTS, catalogue
 from dspark_pd.errors import Problem

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_sglang
 import pytest
-from conftest import Run
-from fake_sglang import snapshot
 
+import fake_sglang
+from conftest import Run
 from dspark_pd import fsops
+from fake_sglang import snapshot
 
 pytestmark = pytest.mark.unit
 

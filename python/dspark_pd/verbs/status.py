@@ -82,8 +82,7 @@ def _exit_code(
     if everything != components:
         plan = context.plan(everything)
     asked = changes.build(survey, "status", everything, plan.files)
-    whole = set(components) <= set(survey.ledger.components)
-    if asked.changes or not whole or survey.ledger.unfinished:
+    if asked.changes or survey.ledger.unfinished:
         return exit_codes.DIFFERS
     return exit_codes.OK
 

@@ -1,0 +1,139 @@
+"""``status``, ``diff`` and ``list`` tell what is, what would be and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fake_sglang
+from conftest import Outcome, Run
+
+pytestmark = pytest.mark.unit
+
+
+def states(outcome: Outcome) -> dict[str, str]:
+    return {row["id"]: row["state"] for row in outcome.data["hunks"]}
+
+
+def test_needed_then_applied(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.1.0")
+    before = run("status", "--target", site)
+    assert before.code == 1
+    assert set(states(before).values()) == {"needed"}
+    run("apply", "--target", site)
+    after = run("status", "--target", site)
+    assert after.code == 0
+    assert set(states(after).values()) == {"applied"}
+
+
+def test_what_upstream_has_is_said_with_its_release(run: Run, site: Path) -> None:
+    outcome = run("status", "--target", site)
+    rows = {row["id"]: row for row in outcome.data["hunks"]}
+    row = rows["start.check-settings"]
+    assert (row["state"], row["detail"]) == ("not needed", "not needed since 1.2.0")
+    run("apply", "--target", site)
+    start = (site / "sglang/srt/start.py").read_text()
+    assert "check_settings" not in start
+
+
+@pytest.mark.parametrize(
+    ("condition", "dropped"),
+    [
+        ('{release: ">=1.2.0"}', True),
+        ('{release: ">=1.3.0"}', False),
+        ('{symbol: "srt/start.py::check"}', True),
+        ('{symbol: "srt/start.py::checks"}', False),
+        ('{symbol: "srt/managers/relay.py::Relay.size"}', True),
+        ('{symbol: "srt/managers/relay.py::Spare.store"}', False),
+        ('{symbol: "srt/nowhere.py::check"}', False),
+        ('{match: "places = batch.places()"}', True),
+        ('{match: "places = batch.spots()"}', False),
+        ('{never: "until upstream asks first"}', False),
+    ],
+)
+def test_drop_conditions_are_answered_by_the_target(
+    run: Run, site: Path, overlay: Path, condition: str, dropped: bool
+) -> None:
+    hunks = overlay / "srt/managers/relay.py.hunks.yml"
+    text = hunks.read_text()
+    first, _, rest = text.partition("\n---\n")
+    first = first.replace('{never: "until upstream asks first"}', condition)
+    hunks.write_text(f"{first}\n---\n{rest}")
+    for verb in ("status", "apply", "status"):
+        outcome = run(verb, "--target", site)
+        if verb == "status":
+            state = states(outcome)["relay.keep-input"]
+            assert (state == "not needed") == dropped
+
+
+def test_our_own_symbol_does_not_count_as_upstreams(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    """Else a hunk would declare itself unneeded as soon as it is applied."""
+    hunks = overlay / "srt/managers/relay.py.hunks.yml"
+    never = '{never: "until upstream asks first"}'
+    symbol = '{symbol: "srt/managers/relay_guard.py::nothing_stored"}'
+    hunks.write_text(hunks.read_text().replace(never, symbol))
+    for _ in range(2):
+        assert run("apply", "--target", site).code == 0
+        assert states(run("status", "--target", site))["relay.keep-input"] == "applied"
+
+
+def test_a_conflict_is_said_for_its_hunk_alone(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.1.0")
+    (site / "sglang/srt/managers/relay.py").write_text("class Relay:\n    pass\n")
+    outcome = run("status", "--target", site)
+    assert outcome.code == 4
+    found = states(outcome)
+    assert found["relay.keep-input"] == "conflict"
+    assert found["start.check-settings"] == "needed"
+
+
+def test_an_older_release_than_the_hunk_is_not_applicable(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    hunks = overlay / "srt/devices.py.hunks.yml"
+    hunks.write_text(hunks.read_text().replace(">=1.0.0,<1.3.0", ">=1.2.0,<1.3.0"))
+    fake_sglang.install(site, "1.1.0")
+    outcome = run("status", "--target", site, "--component", "all")
+    assert states(outcome)["devices.accept-named"] == "not applicable"
+
+
+def test_an_unknown_release_is_tried_by_structure(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.3.0")
+    outcome = run("status", "--target", site)
+    assert (outcome.code, outcome.codes) == (3, ["T103"])
+    assert "1 of 1 hunks fit" in outcome.document["errors"][0]["found"]
+    assert run("apply", "--target", site, "--assume-version", "1.2.0").code == 0
+
+
+def test_diff_shows_what_is_pending(run: Run, site: Path) -> None:
+    outcome = run("diff", "--target", site)
+    assert outcome.code == 1
+    text = outcome.data["files"]["srt/managers/relay.py"]
+    added = [line for line in text.splitlines() if line.startswith("+")]
+    removed = [line for line in text.splitlines() if line.startswith("-")]
+    assert len(added) == 5, "four lines and the header"
+    assert len(removed) == 1, "the header alone"
+    run("apply", "--target", site)
+    assert run("diff", "--target", site).code == 0
+
+
+def test_list_tells_why_a_hunk_exists(run: Run) -> None:
+    outcome = run("list", "relay.keep-input", text=True)
+    for part in ("why", "upstream", "drop when", "proved by", "releases"):
+        assert part in outcome.out
+    assert "relay.keep-input@1.0.0" in outcome.out
+
+
+def test_list_counts_identities_not_variants(run: Run) -> None:
+    ids = [item["id"] for item in run("list").data["hunks"]]
+    assert sorted(ids) == [
+        "devices.accept-named",
+        "relay.keep-input",
+        "start.check-settings",
+    ]
+    assert [i["id"] for i in run("list", "--component", "cpu").data["hunks"]] == [
+        ids[0]
+    ]
