@@ -55,6 +55,25 @@ def assign_req_to_token_pool(
         used += count
 
 
+def last_slots(
+    req_to_token: torch.Tensor,
+    req_pool_indices_tensor: torch.Tensor,
+    prefix_lens_tensor: torch.Tensor,
+) -> torch.Tensor:
+    """The KV slot of each request's last prefix token.
+
+    Args:
+        req_pool_indices_tensor: ``[batch]`` row of each request.
+        prefix_lens_tensor: ``[batch]`` tokens already placed.
+
+    Returns:
+        ``[batch]`` in the dtype of ``prefix_lens_tensor``; -1 without a prefix.
+    """
+    last = (prefix_lens_tensor - 1).clamp(min=0)
+    slots = req_to_token[req_pool_indices_tensor, last].to(prefix_lens_tensor.dtype)
+    return torch.where(prefix_lens_tensor > 0, slots, -1)
+
+
 def speculative_cache_locs(
     *,
     req_pool_indices: torch.Tensor,

@@ -1,0 +1,107 @@
+"""How one adaptation is verified and installed.
+
+A target that is missing, has other parameters, or does not take the hook raises
+:class:`AdaptationError` inside the import that triggered it: the process stops
+with a message, it never runs half adapted. The hook itself is applied by SGLang's
+own ``HookRegistry``, which also corrects references other modules already hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """One adapted target.
+
+    Attributes:
+        module: module that defines the target.
+        name: dotted name of the target inside the module.
+        kind: ``replace``, ``around``, ``before`` or ``after`` (HookRegistry).
+        hook: ``package.module:function`` of this package.
+        params: the target's parameter names; None for a class or a builtin.
+        why: what goes wrong on a CPU without it.
+        seam: the upstream extension point that would make it unnecessary.
+    """
+
+    module: str
+    name: str
+    kind: str
+    hook: str
+    params: tuple[str, ...] | None
+    why: str
+    seam: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class AdaptationError(RuntimeError):
+    """An adaptation does not fit the installed release."""
+
+
+def install(adaptation: Adaptation) -> None:
+    """Verify and install one adaptation.
+
+    Raises:
+        AdaptationError: the target is missing, has other parameters, or the
+            hook registry did not take the hook.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    original = resolve_target(adaptation)
+    verify_parameters(adaptation, original)
+    HookRegistry.register(
+        adaptation.target,
+        pkgutil.resolve_name(adaptation.hook),
+        HookType(adaptation.kind),
+    )
+    HookRegistry.apply_hooks()
+    if resolve_target(adaptation) is original:
+        raise AdaptationError(_message(adaptation, "the hook to be applied", "it not"))
+    logger.debug("Adapted %s: %s", adaptation.target, adaptation.why)
+
+
+def resolve_target(adaptation: Adaptation) -> Any:
+    """The object an adaptation names.
+
+    Raises:
+        AdaptationError: the module has no such name.
+    """
+    try:
+        return pkgutil.resolve_name(f"{adaptation.module}:{adaptation.name}")
+    except (AttributeError, ImportError) as error:
+        raise AdaptationError(
+            _message(adaptation, "the target to exist", repr(error))
+        ) from error
+
+
+def verify_parameters(adaptation: Adaptation, target: Any) -> None:
+    """Compare a target's parameter names with those the hook was written for.
+
+    Raises:
+        AdaptationError: they differ.
+    """
+    if adaptation.params is None:
+        return
+    found = tuple(inspect.signature(target).parameters)
+    if found != adaptation.params:
+        raise AdaptationError(
+            _message(adaptation, f"parameters {adaptation.params}", str(found))
+        )
+
+
+def _message(adaptation: Adaptation, expected: str, found: str) -> str:
+    return (
+        f"sglang-cpu-reference cannot adapt {adaptation.target}: expected "
+        f"{expected}, found {found}. Likely cause: this SGLang or NIXL release is "
+        f"newer or older than the plugin. Next: pip show sglang sglang-cpu-reference"
+    )

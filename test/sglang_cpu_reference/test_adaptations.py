@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sglang.srt")
+
+from sglang_cpu_reference.adaptations import TABLE
+from sglang_cpu_reference.nixl_build import NIXL_BUILDS
+
+from sglang_cpu_reference import adapting
+
+SGLANG_ENTRIES = [a for a in TABLE if a.module.startswith("sglang.")]
+ASSIGN = next(a for a in TABLE if a.name == "assign_req_to_token_pool_func")
+
+
+@pytest.mark.parametrize("entry", SGLANG_ENTRIES, ids=lambda a: a.target)
+def test_target_exists_with_the_expected_parameters(entry):
+    importlib.import_module(entry.module)
+    adapting.verify_parameters(entry, adapting.resolve_target(entry))
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda a: a.target)
+def test_every_entry_says_why_and_which_seam_is_missing(entry):
+    assert entry.why and entry.seam
+
+
+def test_a_changed_signature_is_refused():
+    changed = dataclasses.replace(ASSIGN, params=("other",))
+    importlib.import_module(changed.module)
+    with pytest.raises(
+        adapting.AdaptationError, match=r"parameters \('other',\).*found"
+    ):
+        adapting.install(changed)
+
+
+def test_a_missing_target_is_refused():
+    gone = dataclasses.replace(ASSIGN, name="no_such_function")
+    importlib.import_module(gone.module)
+    with pytest.raises(adapting.AdaptationError, match="the target to exist"):
+        adapting.install(gone)
+
+
+FRESH_PROCESS = """
+import sys, importlib
+from sglang.srt.platforms import current_platform
+assert current_platform.is_out_of_tree(), current_platform
+assert "sglang.srt.managers.scheduler" not in sys.modules, "activation is not cheap"
+from sglang_cpu_reference import adaptations, adapting
+from sglang_cpu_reference.nixl_build import NIXL_BUILDS
+for entry in adaptations.TABLE:
+    if entry.module.split(".")[0] in NIXL_BUILDS:
+        continue
+    module = importlib.import_module(entry.module)
+    target = adapting.resolve_target(entry)
+    assert target.__wrapped__ is not None, entry.target
+    print("adapted", entry.target)
+"""
+
+
+def test_a_process_that_names_the_platform_is_adapted_on_import(run_child):
+    child = run_child(FRESH_PROCESS, SGLANG_PLATFORM="cpu_reference")
+    assert child.returncode == 0, child.stderr[-2000:]
+    adapted = child.stdout.count("adapted ")
+    others = [a for a in TABLE if a.module.split(".")[0] in NIXL_BUILDS]
+    assert adapted == len(TABLE) - len(others)

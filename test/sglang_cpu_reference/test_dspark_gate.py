@@ -1,0 +1,74 @@
+"""The one upstream line the platform cannot reach, with and without its hunk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+HUNKS = (
+    Path(__file__).parents[2]
+    / "python/sglang/srt/arg_groups/speculative_hook.py.hunks.yml"
+)
+
+# Runs the gate alone: what follows it needs a draft checkpoint.
+CHECK = """
+from types import SimpleNamespace
+import sglang.srt.arg_groups.speculative_hook as hook
+source = open(SOURCE).read()
+exec(compile(source, "speculative_hook", "exec"), hook.__dict__)
+class PastTheGate(Exception): pass
+class Config(SimpleNamespace):
+    @property
+    def attn_dp_size(self): raise PastTheGate
+hook.resolving_view = lambda args: Config(device="cpu")
+try:
+    hook._handle_dspark(None)
+except PastTheGate:
+    print("passed")
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+def _gate(run_child, source: Path, **environment: str) -> str:
+    child = run_child(f"SOURCE = {str(source)!r}\n" + CHECK, **environment)
+    assert child.returncode == 0, child.stderr[-2000:]
+    return child.stdout.split()[0]
+
+
+@pytest.fixture
+def stock(tmp_path):
+    import sglang.srt
+
+    (srt,) = map(Path, sglang.srt.__path__)
+    copy = tmp_path / "speculative_hook.py"
+    shutil.copy(srt / "arg_groups/speculative_hook.py", copy)
+    return copy
+
+
+@pytest.fixture
+def patched(stock):
+    ast_grep = shutil.which("ast-grep") or pytest.fail("ast-grep-cli is not installed")
+    if 'current_platform.supports_speculative_algorithm("DSPARK")' in stock.read_text():
+        return stock
+    subprocess.run([ast_grep, "scan", "-r", HUNKS, stock, "-U"], check=True)
+    return stock
+
+
+def test_named_platform_passes_the_device_gate(run_child, patched):
+    assert _gate(run_child, patched, SGLANG_PLATFORM="cpu_reference") == "passed"
+
+
+def test_other_devices_are_still_refused(run_child, patched):
+    assert _gate(run_child, patched, SGLANG_USE_CPU_ENGINE="0") == "refused"
+
+
+def test_without_the_hunk_the_platform_is_refused(run_child, stock):
+    if 'supports_speculative_algorithm("DSPARK")' in stock.read_text():
+        pytest.skip("the installed SGLang is patched already")
+    assert _gate(run_child, stock, SGLANG_PLATFORM="cpu_reference") == "refused"
