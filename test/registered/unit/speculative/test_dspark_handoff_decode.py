@@ -1,0 +1,405 @@
+"""Decode's side of the tail: rows are taken in time, checked and injected in place.
+
+The draft is a stand-in that records what it is asked to write; slots, positions,
+grouping and clearing are those of the real path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from sglang.srt.disaggregation import decode as decode_module
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.mem_cache import common as mem_cache_common
+from sglang.srt.speculative.dspark_components import dspark_handoff_decode as decode
+from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
+from sglang.srt.speculative.dspark_components.dspark_handoff import TailSpec
+from sglang.srt.speculative.dspark_components.dspark_kv_inject import (
+    TargetHiddenKvInjector,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+
+SLOTS, ROOM, WIDTH, HEADS, POOL = 4, 77, 6, 2, 64
+
+
+def make_spec(tail_tokens=4, window_need=4, layer_ids=(0, 1, 2)) -> TailSpec:
+    return TailSpec(
+        layer_ids=layer_ids,
+        hidden_size=WIDTH // 3,
+        dtype=torch.float32,
+        tail_tokens=tail_tokens,
+        window_need=window_need,
+    )
+
+
+def make_buffers(spec=None):
+    return SimpleNamespace(dspark_tail=tails.TailBuffer(spec or make_spec(), SLOTS))
+
+
+def fill(buffers, prompt, slot=0, room=ROOM, spec=None, salt=0):
+    """What a finished transfer leaves in a slot; returns its rows."""
+    tail = tails.TailBuffer(spec or buffers.dspark_tail.spec, SLOTS)
+    req = SimpleNamespace(
+        rid="p",
+        origin_input_ids=[0] * prompt,
+        metadata_buffer_index=slot,
+        bootstrap_room=room,
+    )
+    hidden = torch.arange(prompt * WIDTH).float().view(prompt, WIDTH) + salt
+    batch = SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[prompt])
+    tail.take(batch, hidden)
+    tail.finish(req)
+    width = min(tail.storage.shape[1], buffers.dspark_tail.storage.shape[1])
+    buffers.dspark_tail.storage[slot, :width] = tail.storage[slot, :width]
+    return hidden[-min(prompt, tail.spec.tail_tokens) :]
+
+
+def make_req(room=ROOM, row=1, rid="d"):
+    return SimpleNamespace(
+        rid=rid, bootstrap_room=room, bootstrap_host="h", finished_reason=None,
+        kv=SimpleNamespace(req_pool_idx=row), grammar=None, return_logprob=False,
+    )  # fmt: skip
+
+
+class Pool:
+    """A dense draft pool, one row per token slot."""
+
+    use_hnd = False
+
+    def __init__(self):
+        self.k_buffer = [torch.full((POOL, HEADS, 1), 9.0) for _ in range(2)]
+        self.v_buffer = [torch.full((POOL, HEADS, 1), 9.0) for _ in range(2)]
+
+    def get_cpu_copy(self, indices):
+        return [buf[indices].clone() for buf in [*self.k_buffer, *self.v_buffer]]
+
+    def load_cpu_copy(self, copies, indices):
+        for buf, copy in zip([*self.k_buffer, *self.v_buffer], copies, strict=True):
+            buf[indices] = copy
+
+
+class MaskedPool(Pool):
+    """A pool that masks by a first valid position instead."""
+
+    def __init__(self):
+        super().__init__()
+        self.swa_valid_from = torch.zeros(SLOTS, dtype=torch.int64)
+
+    def set_swa_valid_from(self, rows, positions):
+        self.swa_valid_from[rows] = positions
+
+
+class Draft:
+    def __init__(self):
+        self.calls = []
+
+    def write_target_hidden_kv(self, *, target_hidden, cache_loc, positions, **_):
+        self.calls.append((target_hidden.clone(), cache_loc, positions))
+
+
+def make_worker(pool=None):
+    table = torch.arange(SLOTS * 16, dtype=torch.int32).view(SLOTS, 16).flip(1)
+    runner = SimpleNamespace(
+        device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=table)
+    )
+    draft_runner = SimpleNamespace(token_to_kv_pool=pool or Pool())
+    draft = Draft()
+    worker = SimpleNamespace(
+        device="cpu", model_runner=runner, draft_model_runner=draft_runner,
+        draft_model=draft, entered=[],
+    )  # fmt: skip
+    worker._kv_injector = TargetHiddenKvInjector(
+        draft_model=draft, draft_model_runner=draft_runner, model_runner=runner,
+        device="cpu", verify_num_draft_tokens=5, block_pos_offsets=torch.arange(5),
+    )  # fmt: skip
+
+    @contextlib.contextmanager
+    def draft_context():
+        worker.entered.append(True)
+        yield
+
+    worker._draft_context = draft_context
+    return worker
+
+
+def make_scheduler(buffers, worker):
+    return SimpleNamespace(disagg_metadata_buffers=buffers, draft_worker=worker)
+
+
+def make_batch(*pairs):
+    reqs, seq_lens = zip(*pairs, strict=True)
+    return SimpleNamespace(reqs=list(reqs), seq_lens_cpu=torch.tensor(seq_lens))
+
+
+class TestCommit(CustomTestCase):
+    def commit(self, buffers, req, slot=0):
+        decode.commit_tail_rows(buffers, slot, req)
+        return req
+
+    def test_commit_takes_rows(self):
+        """The queue's own commit takes the rows while the slot is still the request's."""
+        buffers = make_buffers()
+        expected = fill(buffers, 9)
+        buffers.get_buf = lambda _: committed_fields()
+        queue = object.__new__(decode_module.DecodeTransferQueue)
+        queue.scheduler, queue.metadata_buffers = mock.MagicMock(), buffers
+        queue.scheduler.kv_checksum_computer = None
+        queue.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+        queue._commit_hicache_local_restore_to_req = lambda _: None
+        req = make_req()
+        req.output_ids, req.return_logprob, req.return_sampling_mask = [], False, False
+        req.time_stats = mock.Mock()
+        entry = SimpleNamespace(
+            req=req, metadata_buffer_index=0, kv_receiver=mock.Mock(),
+            is_rebootstrap=False,
+        )  # fmt: skip
+        queue._commit_transfer_to_req(entry)
+        buffers.dspark_tail.storage.zero_()
+        torch.testing.assert_close(req.dspark_tail_rows.rows, expected)
+        self.assertEqual(req.dspark_tail_rows[:2], (5, 9))
+
+    def test_short_prompt(self):
+        buffers = make_buffers()
+        expected = fill(buffers, 2)
+        taken = self.commit(buffers, make_req()).dspark_tail_rows
+        self.assertEqual(taken[:2], (0, 2))
+        torch.testing.assert_close(taken.rows, expected)
+
+    def test_native_prefill_brings_none(self):
+        req = self.commit(make_buffers(), make_req())
+        self.assertIsNone(req.dspark_tail_rows)
+        self.assertIsNone(req.finished_reason)
+
+    def test_engine_without_tail(self):
+        req = self.commit(SimpleNamespace(), make_req())
+        self.assertFalse(hasattr(req, "dspark_tail_rows"))
+
+    def refused(self, buffers, pattern, room=ROOM):
+        req = make_req(room=room)
+        with self.assertLogs(decode.logger, "ERROR"):
+            self.commit(buffers, req)
+        self.assertRegex(req.finished_reason.message, pattern)
+
+    def test_other_rows_are_refused_with_both_values(self):
+        for other in (make_spec(layer_ids=(0, 1, 3)), make_spec(layer_ids=(0, 1, 4))):
+            buffers = make_buffers()
+            fill(buffers, 9, spec=other)
+            marks = f"{other.fingerprint:x}.*{make_spec().fingerprint:x}"
+            self.refused(buffers, marks)
+
+    def test_other_room_is_refused(self):
+        buffers = make_buffers()
+        fill(buffers, 9, room=78)
+        self.refused(buffers, "room 78, not to 77")
+
+    def test_other_layout_version_is_refused(self):
+        buffers = make_buffers()
+        fill(buffers, 9)
+        buffers.dspark_tail.headers[0, 0] += 1
+        self.refused(buffers, "the same release")
+
+    def test_impossible_counts_are_refused(self):
+        for word, value in ((2, 3), (3, 5), (3, -1), (6, 12)):
+            with self.subTest(word=word):
+                buffers = make_buffers()
+                fill(buffers, 9)
+                buffers.dspark_tail.headers[0, word] = value
+                self.refused(buffers, "announced rows")
+
+
+def committed_fields():
+    """What upstream's metadata holds; only the first token and the room matter."""
+    numbers = torch.zeros(16, dtype=torch.int64)
+    room = torch.tensor([ROOM] + [0] * 7)
+    return (*[numbers] * 13, room)
+
+
+class TestInject(CustomTestCase):
+    def setUp(self):
+        self.buffers, self.worker = make_buffers(), make_worker()
+        self.scheduler = make_scheduler(self.buffers, self.worker)
+
+    def arrive(self, prompt, row, slot=0, salt=0, rid="d"):
+        rows = fill(self.buffers, prompt, slot=slot, salt=salt)
+        req = make_req(row=row, rid=rid)
+        decode.commit_tail_rows(self.buffers, slot, req)
+        return req, rows
+
+    def inject(self, *pairs):
+        decode.inject_tail_rows(self.scheduler, make_batch(*pairs))
+        return self.worker.draft_model.calls
+
+    def test_rows_go_to_the_requests_own_slots(self):
+        req, rows = self.arrive(9, row=2)
+        ((written, slots, positions),) = self.inject((req, 9))
+        torch.testing.assert_close(written, rows)
+        self.assertEqual(positions.tolist(), [5, 6, 7, 8])
+        table = self.worker.model_runner.req_to_token_pool.req_to_token
+        self.assertEqual(slots.tolist(), table[2, 5:9].tolist())
+        self.assertEqual(self.worker.entered, [True])
+        self.assertIsNone(req.dspark_tail_rows)
+
+    def test_batch_is_one_call(self):
+        """Requests with many, few and no rows share one write."""
+        one, first = self.arrive(9, row=1, slot=0, salt=1)
+        two, second = self.arrive(2, row=3, slot=1, salt=2)
+        native = make_req(row=2)
+        decode.commit_tail_rows(self.buffers, 2, native)
+        calls = self.inject((one, 9), (native, 5), (two, 2))
+        self.assertEqual(len(calls), 1)
+        torch.testing.assert_close(calls[0][0], torch.cat([first, second]))
+        self.assertEqual(calls[0][2].tolist(), [5, 6, 7, 8, 0, 1])
+
+    def test_large_batches_are_written_in_groups(self):
+        arrived = [self.arrive(9, row=i, slot=i) for i in range(4)]
+        with mock.patch.object(decode, "MAX_ROWS_PER_CALL", 8):
+            calls = self.inject(*[(req, 9) for req, _ in arrived])
+        self.assertEqual([len(call[0]) for call in calls], [8, 8])
+
+    def test_native_draft_kv_is_left_alone(self):
+        pool = self.worker.draft_model_runner.token_to_kv_pool
+        req = make_req()
+        decode.commit_tail_rows(self.buffers, 0, req)
+        self.assertEqual(self.inject((req, 9)), [])
+        self.assertTrue(all((buf == 9).all() for buf in pool.k_buffer + pool.v_buffer))
+
+    def test_uncovered_rows_are_cleared(self):
+        """Acceptance must not depend on who used the slots before."""
+        self.buffers = make_buffers(make_spec(tail_tokens=4, window_need=None))
+        self.scheduler.disagg_metadata_buffers = self.buffers
+        req, _ = self.arrive(9, row=2)
+        self.inject((req, 9))
+        pool = self.worker.draft_model_runner.token_to_kv_pool
+        table = self.worker.model_runner.req_to_token_pool.req_to_token
+        cleared = set(table[2, :5].tolist())
+        for buf in pool.k_buffer + pool.v_buffer:
+            zero = set(torch.nonzero((buf == 0).flatten(1).all(1)).flatten().tolist())
+            self.assertEqual(zero, cleared)
+
+    def test_only_the_window_is_cleared(self):
+        self.buffers = make_buffers(make_spec(tail_tokens=2, window_need=5))
+        self.scheduler.disagg_metadata_buffers = self.buffers
+        req, _ = self.arrive(9, row=2)
+        self.inject((req, 9))
+        pool = self.worker.draft_model_runner.token_to_kv_pool
+        table = self.worker.model_runner.req_to_token_pool.req_to_token
+        zero = torch.nonzero((pool.k_buffer[0] == 0).flatten(1).all(1)).flatten()
+        self.assertEqual(set(zero.tolist()), set(table[2, 4:7].tolist()))
+
+    def test_covered_window_clears_nothing(self):
+        req, _ = self.arrive(9, row=2)
+        self.inject((req, 9))
+        pool = self.worker.draft_model_runner.token_to_kv_pool
+        self.assertTrue((pool.k_buffer[0] == 9).all())
+
+    def test_incomplete_tail_is_cleared_not_read(self):
+        req = make_req(row=2)
+        req.dspark_tail_rows = decode.TailRows(9, 9, None)
+        self.assertEqual(self.inject((req, 9)), [])
+        pool = self.worker.draft_model_runner.token_to_kv_pool
+        table = self.worker.model_runner.req_to_token_pool.req_to_token
+        zero = torch.nonzero((pool.k_buffer[0] == 0).flatten(1).all(1)).flatten()
+        self.assertEqual(set(zero.tolist()), set(table[2, 5:9].tolist()))
+
+    def test_rows_of_another_length_are_dropped(self):
+        req, _ = self.arrive(9, row=2)
+        with self.assertLogs(decode.logger, "ERROR"):
+            self.assertEqual(self.inject((req, 10)), [])
+
+    def test_masked_pool_gets_its_first_position(self):
+        """Written for every request, also for those without rows."""
+        pool = MaskedPool()
+        self.worker = make_worker(pool)
+        self.scheduler = make_scheduler(self.buffers, self.worker)
+        req, _ = self.arrive(9, row=2)
+        fake = make_req(row=3)
+        fake.bootstrap_host = FAKE_BOOTSTRAP_HOST
+        fake.dspark_tail_rows = None
+        pool.swa_valid_from[3] = 1
+        self.inject((req, 9), (fake, 7))
+        self.assertEqual(pool.swa_valid_from.tolist(), [0, 0, 5, 7])
+        self.assertTrue((pool.k_buffer[0] == 9).all())
+
+    def test_pool_without_rows_per_slot_is_refused(self):
+        pool = Pool()
+        pool.use_hnd = True
+        with self.assertRaisesRegex(RuntimeError, "keeps no row per token slot"):
+            decode.zero_kv_rows(pool, torch.tensor([0]))
+
+    def test_prebuilt_batch_is_injected(self):
+        """After the slots are final and before the batch can be merged and run."""
+        order = []
+        batch = SimpleNamespace(
+            is_empty=lambda: False,
+            process_prebuilt=lambda _: order.append("prebuilt"),
+        )
+        scheduler = mock.MagicMock()
+        scheduler._get_new_prebuilt_batch.return_value = batch
+        mixin = decode_module.SchedulerDisaggregationDecodeMixin
+        inject = lambda *_: order.append("inject")  # noqa: E731
+        with mock.patch.object(decode, "inject_tail_rows", inject):
+            mixin.get_new_prebuilt_batch(scheduler, None)
+        self.assertEqual(order, ["prebuilt", "inject"])
+
+
+class TestRetraction(CustomTestCase):
+    """Draft KV moves with the request, whatever its new slots held."""
+
+    def setUp(self):
+        self.addCleanup(decode.keep_draft_rows_of, None, None)
+        table = torch.arange(SLOTS * 16).view(SLOTS, 16)
+        self.table = SimpleNamespace(req_to_token=table)
+        self.pool = Pool()
+        for i, buf in enumerate([*self.pool.k_buffer, *self.pool.v_buffer]):
+            buf.copy_((torch.arange(POOL) + 100 * i)[:, None, None].expand_as(buf))
+        self.req = SimpleNamespace(
+            seqlen=10, kv=SimpleNamespace(req_pool_idx=1, retraction_backup=None)
+        )
+
+    def retract_and_resume(self, backend="cpu_tensor"):
+        self.req.offload_kv_cache = self.req.load_kv_cache = lambda *_: None
+        no_rebootstrap = mock.patch.object(
+            mem_cache_common, "dsv4_needs_rebootstrap", lambda _: False
+        )
+        with no_rebootstrap:
+            mem_cache_common.backup_kv_cache(self.req, None, self.table, None, backend)
+        before = [buf[16:32].clone() for buf in self.pool.k_buffer + self.pool.v_buffer]
+        for buf in self.pool.k_buffer + self.pool.v_buffer:
+            buf.fill_(-1)
+        self.req.kv.req_pool_idx = 2
+        mem_cache_common.restore_kv_cache(self.req, None, self.table, None, backend)
+        after = [buf[32:48] for buf in self.pool.k_buffer + self.pool.v_buffer]
+        return before, after
+
+    def test_backup_saves_draft_rows(self):
+        decode.keep_draft_rows_of(self.pool, None)
+        before, after = self.retract_and_resume()
+        for mine, theirs in zip(before, after, strict=True):
+            torch.testing.assert_close(mine[:9], theirs[:9])
+            self.assertTrue((theirs[9:] == -1).all())
+
+    def test_restore_writes_draft_rows(self):
+        """A sliding draft needs its window only."""
+        decode.keep_draft_rows_of(self.pool, 4)
+        before, after = self.retract_and_resume()
+        for mine, theirs in zip(before, after, strict=True):
+            torch.testing.assert_close(mine[5:9], theirs[5:9])
+            self.assertTrue((theirs[:5] == -1).all())
+        self.assertIsNone(self.req.dspark_draft_backup)
+
+    def test_other_engines_save_nothing(self):
+        decode.keep_draft_rows_of(None, None)
+        _, after = self.retract_and_resume()
+        self.assertTrue(all((buf == -1).all() for buf in after))
+
+
+if __name__ == "__main__":
+    unittest.main()
