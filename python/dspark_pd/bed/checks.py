@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark_pd import exit_codes
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.specs import EngineSpec, interpreter
 
@@ -15,6 +17,7 @@ from dspark_pd.bed.specs import EngineSpec, interpreter
 _ENGINE_BYTES = int(1.4 * 2**30)
 _RANK_BYTES = int(0.8 * 2**30)
 _RESERVE_BYTES = 2**29
+_STATUS_SHOWN = 600
 _INSTALL = "pip install --no-deps -r requirements/engine-0.5.23.txt"
 
 # Distribution -> what its absence means.
@@ -77,6 +80,30 @@ def _probe() -> dict[str, str | None]:
         check=True,
     )
     return json.loads(answer.stdout)
+
+
+def check_applied() -> None:
+    """BedError unless the patch set is on the SGLang of the engines' interpreter."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "dspark_pd", "status", "-q"]
+        + ["--component", "all", "--target", interpreter()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if answer.returncode == exit_codes.OK:
+        return
+    unsupported = answer.returncode == exit_codes.TARGET
+    raise BedError(
+        "this SGLang release is not served by the patch set"
+        if unsupported
+        else "the patch set is not applied, or not completely",
+        expected=f"an SGLang in the environment of {interpreter()} with the set on it",
+        found=(answer.stdout + answer.stderr).strip()[-_STATUS_SHOWN:]
+        or f"dspark-pd status: exit {answer.returncode}",
+        next_step=_INSTALL if unsupported else "dspark-pd apply --component all",
+        usage=True,
+    )
 
 
 def needed_bytes(specs: Sequence[EngineSpec]) -> int:

@@ -78,6 +78,7 @@ def _run(args: argparse.Namespace) -> Report:
     gamma = check_draft(pair.draft, "--draft")
     _check_writable(args.json)
     installed = checks.check_installed()
+    checks.check_applied()
     for wave in waves:
         checks.check_memory([modes.ENGINES[name](pair) for name in wave.engines])
     router_port = None if args.port is None else claim_port(args.port, "--port")
