@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from dspark_pd.errors import refuse
 
@@ -76,7 +76,7 @@ def scan(source: bytes, rules: Iterable[str], shown: str) -> list[Match]:
     return [_match(item) for item in json.loads(done.stdout or b"[]")]
 
 
-def _refuse_program(detail: str) -> None:
+def _refuse_program(detail: str) -> NoReturn:
     refuse(
         "F505",
         program="ast-grep",

@@ -75,7 +75,7 @@ def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
         _add_target(parser)
     if verb in (*_PLANNING, "list", "export"):
         _add_component(parser)
-    if verb in ("status", "diff", "apply"):
+    if verb in ("status", "diff", "apply", "export"):
         text = "treat the target as this release, where none can be read"
         parser.add_argument(
             "--assume-version", metavar="X.Y.Z", type=_release, help=text

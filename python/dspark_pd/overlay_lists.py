@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -83,6 +83,6 @@ def _module(item: dict[str, Any]) -> Module:
     )
 
 
-def _refuse(path: Path, wanted: str, value: object) -> None:
+def _refuse(path: Path, wanted: str, value: object) -> NoReturn:
     fields = {"id": "an entry", "field": "entry", "wanted": wanted, "value": value}
     refuse("S202", file=path.name, line=1, **fields)

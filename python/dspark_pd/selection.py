@@ -63,7 +63,7 @@ def _choose_variant(
     originals: Originals,
 ) -> Choice:
     identity = variants[0].identity
-    newest_first = tuple(sorted(variants, key=_newest(patch_set), reverse=True))
+    newest_first = _newest_first(patch_set, variants)
     serving = tuple(hunk for hunk in variants if hunk.serves(release))
     candidates = serving if known else newest_first
     judged = candidates[0] if candidates else newest_first[0]
@@ -79,11 +79,13 @@ def _choose_variant(
     return Choice(identity, "wanted", candidates)
 
 
-def _newest(patch_set: PatchSet):  # type: ignore[no-untyped-def]
-    def last(hunk: Hunk) -> Version:
+def _newest_first(
+    patch_set: PatchSet, variants: tuple[Hunk, ...]
+) -> tuple[Hunk, ...]:
+    def last_served(hunk: Hunk) -> Version:
         return max(r for r in patch_set.releases if hunk.serves(r))
 
-    return last
+    return tuple(sorted(variants, key=last_served, reverse=True))
 
 
 def _since(patch_set: PatchSet, served: list[Version]) -> str:

@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from dspark_pd.errors import Problem, Refused, refuse
 from dspark_pd.hunk_fields import COMPONENTS
 from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
@@ -28,23 +30,27 @@ class Context:
         return make_plan(self.patch_set, self.target.release, components, originals)
 
     def unknown_release(self, plan: Plan) -> Problem | None:
-        """Return T103 with how much of the set fits, if the release is not known."""
-        release = self.target.release
-        assert release is not None
-        if self.patch_set.knows(release):
-            return None
-        tried = [c for c in plan.choices if c.verdict in ("wanted", "unserved")]
-        misfits = ", ".join(plan.misfits) or "none misfits"
-        newest = self.patch_set.releases[-1]
-        fields = {
-            "version": release,
-            "releases": ", ".join(map(str, self.patch_set.releases)),
-            "matched": len(tried) - len(plan.misfits),
-            "total": len(tried),
-            "misfits": misfits,
-            "hint": f"a newer sglang-dspark-pd, or --assume-version {newest}",
-        }
-        return Problem("T103", fields)
+        assert self.target.release is not None
+        return unknown_release(self.patch_set, self.target.release, plan)
+
+
+def unknown_release(
+    patch_set: PatchSet, release: Version, plan: Plan
+) -> Problem | None:
+    """Return T103 with how much of the set fits, if the release is not known."""
+    if patch_set.knows(release):
+        return None
+    tried = [c for c in plan.choices if c.verdict in ("wanted", "unserved")]
+    newest = patch_set.releases[-1]
+    fields = {
+        "version": release,
+        "releases": ", ".join(map(str, patch_set.releases)),
+        "matched": len(tried) - len(plan.misfits),
+        "total": len(tried),
+        "misfits": ", ".join(plan.misfits) or "no misfits",
+        "hint": f"a newer sglang-dspark-pd, or --assume-version {newest}",
+    }
+    return Problem("T103", fields)
 
 
 def open_context(options: Namespace) -> Context:

@@ -1,0 +1,93 @@
+"""Which files of this repository go into which commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from dspark_pd.hunk import Hunk
+from dspark_pd.hunk_fields import COMPONENTS
+from dspark_pd.patch_set import PatchSet
+from dspark_pd.plan import Plan
+from dspark_pd.selection import imported, module_name
+
+TESTS: Final = "test/registered/unit"
+USER_PAGE: Final = "docs_new/docs/advanced_features/dspark_pd.mdx"
+
+
+@dataclass
+class TestFile:
+    """A unit test, or a helper beside it, and what it needs."""
+
+    __test__ = False
+
+    path: str
+    data: bytes
+    components: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+
+
+def tests_of(patch_set: PatchSet, component: str, plan: Plan) -> dict[str, bytes]:
+    """Return the test files that the commit of ``component`` brings, by path.
+
+    A test goes with the last component it needs, and only where every module it imports
+    is part of the plan: on a release without them it would not be collected.
+    """
+    repository = patch_set.overlay.parent.parent
+    files = _unit_tests(patch_set, repository)
+    tests = [
+        file
+        for file in files
+        if file.components
+        and last(file.components) == component
+        and file.modules <= plan.files.keys()
+        and _hunks_planned(patch_set, file, plan)
+    ]
+    chosen = {file.path: file.data for file in tests}
+    for helper in files:
+        if not helper.path.rpartition("/")[2].startswith("test_"):
+            stem = Path(helper.path).stem.encode()
+            if any(stem in file.data for file in tests):
+                chosen[helper.path] = helper.data
+    return chosen
+
+
+def last(components: Iterable[str]) -> str:
+    return max(components, key=COMPONENTS.index)
+
+
+def _unit_tests(patch_set: PatchSet, repository: Path) -> list[TestFile]:
+    by_name = {module_name(module.path): module for module in patch_set.modules}
+    files = []
+    for path in sorted((repository / TESTS).rglob("*.py")):
+        file = TestFile(path.relative_to(repository).as_posix(), path.read_bytes())
+        for module in imported(file.data, by_name):
+            file.components.add(module.component)
+            file.modules.add(module.path)
+        for hunk in _proved_by(patch_set, file):
+            file.components.add(hunk.component)
+        files.append(file)
+    return files
+
+
+def _proved_by(patch_set: PatchSet, file: TestFile) -> list[Hunk]:
+    return [
+        hunk
+        for hunk in patch_set.hunks
+        if str(hunk.metadata["proved_by"]).partition("::")[0] == file.path
+    ]
+
+
+def _hunks_planned(patch_set: PatchSet, file: TestFile, plan: Plan) -> bool:
+    """Whether at least one hunk that the test proves is part of the plan, if it has any."""
+    identities = {hunk.identity for hunk in _proved_by(patch_set, file)}
+    planned = {identity for item in plan.files.values() for identity in item.hunks}
+    return not identities or bool(identities & planned)
+
+
+def docs_of(patch_set: PatchSet) -> dict[str, bytes]:
+    """Return the user page, which the last commit brings."""
+    path = patch_set.overlay.parent.parent / USER_PAGE
+    return {USER_PAGE: path.read_bytes()} if path.is_file() else {}

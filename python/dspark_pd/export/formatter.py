@@ -1,0 +1,84 @@
+"""Upstream's formatter, as the checkout at hand asks for it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+from packaging.version import Version
+
+from dspark_pd.errors import refuse
+from dspark_pd.export.checkout import Checkout
+
+_TIMEOUT_S: Final = 60
+_HOOKS_FILE: Final = ".pre-commit-config.yaml"
+_LAST_WITH_BLACK: Final = Version("0.5.18")
+
+
+@dataclass(frozen=True)
+class Formatter:
+    """``name`` is ``black`` or ``ruff``; it reads its settings from the checkout."""
+
+    name: str
+    program: str
+    root: Path
+
+    def format(self, path: str, source: bytes) -> bytes:
+        """Return ``source`` formatted; refuse with F505 if the formatter fails."""
+        command = [self.program, "-q"]
+        if self.name == "ruff":
+            command = [self.program, "format", "-q"]
+        command += ["--stdin-filename", path, "-"]
+        done = subprocess.run(
+            command,
+            input=source,
+            capture_output=True,
+            cwd=self.root,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            _refuse(self.name, done.stderr.decode(errors="replace").strip()[-300:])
+        return done.stdout
+
+    def settle(self, path: str, original: bytes | None, result: bytes) -> bytes:
+        """Return ``result`` so that the formatter has nothing to say about our lines.
+
+        A file that upstream itself left unformatted is not reformatted by us.
+        """
+        if not path.endswith(".py"):
+            return result
+        if original is not None and self.format(path, original) != original:
+            return result
+        return self.format(path, result)
+
+
+def formatter_for(checkout: Checkout, release: Version) -> Formatter:
+    """Return the formatter of the checkout's hooks; without hooks that of its release."""
+    hooks = (checkout.read(_HOOKS_FILE) or b"").decode(errors="replace")
+    if "id: ruff-format" in hooks:
+        name = "ruff"
+    elif "id: black" in hooks:
+        name = "black"
+    else:
+        name = "black" if release <= _LAST_WITH_BLACK else "ruff"
+    beside = Path(sys.executable).parent / name
+    program = str(beside) if beside.is_file() else shutil.which(name)
+    if program is None:
+        _refuse(name, "not found")
+    return Formatter(name, program, checkout.root)
+
+
+def _refuse(name: str, detail: str) -> NoReturn:
+    refuse(
+        "F505",
+        program=name,
+        beside=Path(sys.executable).parent,
+        detail=detail,
+        cause=f"this release of SGLang is formatted with {name}",
+        hint=f"pip install {name}",
+    )

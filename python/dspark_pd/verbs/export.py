@@ -1,0 +1,165 @@
+"""``export``: the set as a branch or patch in SGLang's own layout and form."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark_pd import fsops
+from dspark_pd.errors import Refused, from_os_error, refuse
+from dspark_pd.export.checkout import Checkout, open_checkout
+from dspark_pd.export.contents import docs_of, tests_of
+from dspark_pd.export.formatter import Formatter, formatter_for
+from dspark_pd.export.message import compose, purposes
+from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
+from dspark_pd.plan import Plan, make_plan
+from dspark_pd.result import Result
+from dspark_pd.target import Target, find_target
+from dspark_pd.verbs.context import named_components, refuse_any, unknown_release
+
+_PACKAGE = "python/sglang/"
+_PATCH_SUFFIXES = (".patch", ".mbox")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("checkout", metavar="DIR", help="a git checkout of SGLang")
+    text = "a new branch, or a file ending in .patch; default: dspark-pd-<release>"
+    parser.add_argument("--out", metavar="BRANCH|FILE", help=text)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One component on its way into the checkout."""
+
+    component: str
+    files: dict[str, bytes]
+    message: str
+
+
+def run(options: Namespace) -> Result:
+    checkout = open_checkout(Path(options.checkout))
+    target = find_target(str(checkout.root), options.assume_version)
+    if target.release is None:
+        refuse("T102", target=target.root)
+    patch_set = load_patch_set(options.overlay)
+    _need_repository(patch_set)
+    out = options.out or f"dspark-pd-{target.release}"
+    _need_free(checkout, out)
+    formatter = formatter_for(checkout, target.release)
+    components = named_components(options) or DEFAULT_COMPONENTS
+    commits = _commits(patch_set, target, checkout, components, formatter)
+    tip = checkout.head
+    made = {}
+    for commit in commits:
+        tip = checkout.commit(tip, commit.files, commit.message)
+        made[tip] = commit
+    if made:
+        _write(checkout, tip, out)
+    return _describe(target, out, made)
+
+
+def _need_repository(patch_set: PatchSet) -> None:
+    """Tests and docs are in a clone; a wheel has only what apply needs."""
+    repository = patch_set.overlay.parent.parent
+    if not (repository / "test" / "registered").is_dir():
+        refuse(
+            "T104",
+            needed="a clone of this repository, for tests and docs",
+            found=f"{patch_set.overlay}, without test/registered beside it",
+            cause="dspark-pd was installed from a wheel",
+            hint="clone the repository and run python -m dspark_pd export there",
+        )
+
+
+def _need_free(checkout: Checkout, out: str) -> None:
+    if out.endswith(_PATCH_SUFFIXES):
+        if Path(out).exists():
+            refuse("U003", name=f"file {out}", hint=f"rm {out}")
+    elif checkout.has_branch(out):
+        hint = f"git -C {checkout.root} branch -D {out}"
+        refuse("U003", name=f"branch {out}", hint=hint)
+
+
+def _commits(
+    patch_set: PatchSet,
+    target: Target,
+    checkout: Checkout,
+    components: tuple[str, ...],
+    formatter: Formatter,
+) -> list[Commit]:
+    """Plan each component on top of those before it; skip what is empty here."""
+    assert target.release is not None
+    texts = purposes(patch_set)
+    before: dict[str, bytes] = {}
+    commits = []
+    for index, component in enumerate(components):
+        plan = make_plan(
+            patch_set,
+            target.release,
+            components[: index + 1],
+            lambda path: checkout.read(_PACKAGE + path),
+        )
+        problem = unknown_release(patch_set, target.release, plan)
+        refuse_any([problem] if problem else plan.problems)
+        tests = tests_of(patch_set, component, plan)
+        files = _formatted(plan, tests, formatter)
+        new = {path: data for path, data in files.items() if before.get(path) != data}
+        before.update(files)
+        touched = {path.removeprefix(_PACKAGE) for path in new}
+        if any(path in plan.files for path in touched):
+            purpose = texts[component]
+            modules = [m for m in patch_set.modules if m.path in touched]
+            hunks = [
+                choice.hunk
+                for choice in plan.choices
+                if choice.verdict == "wanted" and choice.hunk.component == component
+            ]
+            message = compose(purpose, modules, hunks, tests, formatter.name)
+            commits.append(Commit(component, new, message))
+    if commits:
+        commits[-1].files.update(docs_of(patch_set))
+    return commits
+
+
+def _formatted(
+    plan: Plan, tests: dict[str, bytes], formatter: Formatter
+) -> dict[str, bytes]:
+    files = {
+        _PACKAGE + path: formatter.settle(_PACKAGE + path, file.original, file.desired)
+        for path, file in plan.files.items()
+    }
+    files |= {path: formatter.settle(path, None, data) for path, data in tests.items()}
+    return files
+
+
+def _write(checkout: Checkout, tip: str, out: str) -> None:
+    if not out.endswith(_PATCH_SUFFIXES):
+        checkout.set_branch(out, tip)
+        return
+    try:
+        fsops.write(Path(out).absolute(), checkout.patch(tip))
+    except OSError as error:
+        raise Refused([from_os_error(error)]) from error
+
+
+def _describe(target: Target, out: str, made: dict[str, Commit]) -> Result:
+    lines = []
+    for sha, commit in made.items():
+        title = commit.message.partition("\n")[0]
+        lines.append(f"{sha[:10]}  {len(commit.files):>3} files  {title}")
+    kind = "patch" if out.endswith(_PATCH_SUFFIXES) else "branch"
+    lines.append(f"{kind} {out}: {len(made)} commits")
+    data = {
+        "kind": kind,
+        "out": out,
+        "commits": [
+            {
+                "sha": sha,
+                "component": commit.component,
+                "files": sorted(commit.files),
+            }
+            for sha, commit in made.items()
+        ],
+    }
+    return Result(target=target, lines=lines, data=data)

@@ -1,0 +1,189 @@
+"""``export``: commits on a checkout, in upstream's layout, without touching its files."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import fake_sglang
+from conftest import Run
+
+pytestmark = pytest.mark.unit
+
+TEST_FILE = "test/registered/unit/agreement/test_rules.py"
+HELPER = "test/registered/unit/agreement/rule_fixtures.py"
+OTHER = "test/registered/unit/managers/test_other.py"
+COMPONENTS = """\
+native: {title: "[PD] Keep the input", motivation: It was lost.}
+handshake: {title: "[PD] Agree", motivation: They did not.}
+"""
+
+
+def git(root: Path, *arguments: str, stdin: bytes | None = None) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(
+        ["git", *identity, *arguments],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        input=stdin,
+    )
+    return done.stdout.decode()
+
+
+def make_checkout(root: Path, release: str = "1.1.0", hooks: str = "") -> Path:
+    for path, text in fake_sglang.files_of(release).items():
+        place = root / "python" / "sglang" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    (root / "python/sglang/_version.py").unlink()
+    if hooks:
+        (root / ".pre-commit-config.yaml").write_text(hooks)
+    git(root, "init", "-q", "-b", "master")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "start")
+    git(root, "tag", f"v{release}")
+    return root
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return make_checkout(tmp_path / "checkout")
+
+
+@pytest.fixture(autouse=True)
+def repository(overlay: Path) -> Path:
+    """Give the patch set the tests and texts that an export takes along."""
+    root = overlay.parent.parent
+    texts = {
+        TEST_FILE: "from rule_fixtures import X\n"
+        "from sglang.srt.agreement import rules\n\n\ndef test_it( ):\n    assert X\n",
+        HELPER: "X = 1\n",
+        OTHER: "def test_nothing():\n    pass\n",
+        "docs_new/docs/advanced_features/dspark_pd.mdx": "# A page\n",
+    }
+    for path, text in texts.items():
+        place = root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    (overlay / "components.yml").write_text(COMPONENTS)
+    return root
+
+
+def export(run: Run, checkout: Path, *more: object) -> dict[str, set[str]]:
+    """Return the files of each commit by its component."""
+    named = ["--component", "native", "--component", "handshake", *more]
+    outcome = run("export", checkout, *named)
+    assert outcome.code == 0, outcome.out
+    return {c["component"]: set(c["files"]) for c in outcome.data["commits"]}
+
+
+def test_one_commit_per_component(run: Run, checkout: Path) -> None:
+    commits = export(run, checkout, "--out", "dspark")
+    assert list(commits) == ["native", "handshake"]
+    assert commits["native"] == {
+        "python/sglang/srt/managers/relay.py",
+        "python/sglang/srt/managers/relay_guard.py",
+    }
+    assert commits["handshake"] == {
+        "python/sglang/srt/agreement/rules.py",
+        "python/sglang/srt/start.py",
+        "docs_new/docs/advanced_features/dspark_pd.mdx",
+        TEST_FILE,
+        HELPER,
+    }
+    subjects = git(checkout, "log", "--format=%s", "--reverse", "master..dspark")
+    assert subjects.splitlines() == ["[PD] Keep the input", "[PD] Agree"]
+
+
+def test_the_message_has_the_parts_of_a_pull_request(run: Run, checkout: Path) -> None:
+    export(run, checkout, "--out", "dspark")
+    body = git(checkout, "log", "-1", "--format=%b", "dspark")
+    parts = ["## Motivation", "## Modifications", "## Tests", "## How verified"]
+    places = [body.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "They did not." in body
+    assert f"python3 {TEST_FILE}" in body
+    assert "`srt/start.py`: check the settings before anything starts" in body
+
+
+def test_the_work_tree_is_left_alone(run: Run, checkout: Path) -> None:
+    (checkout / "python/sglang/srt/start.py").write_text("work in progress\n")
+    before = git(checkout, "status", "--short"), git(checkout, "rev-parse", "HEAD")
+    export(run, checkout, "--out", "dspark")
+    after = git(checkout, "status", "--short"), git(checkout, "rev-parse", "HEAD")
+    assert after == before
+    shown = git(checkout, "show", "dspark:python/sglang/srt/start.py")
+    assert "check_settings(settings)" in shown
+
+
+def test_new_files_are_formatted(run: Run, checkout: Path) -> None:
+    export(run, checkout, "--out", "dspark")
+    assert "def test_it():" in git(checkout, "show", f"dspark:{TEST_FILE}")
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"), [("ruff", "ruff-format"), ("black", "black")]
+)
+def test_the_checkout_names_its_formatter(
+    run: Run, tmp_path: Path, name: str, hook: str
+) -> None:
+    root = make_checkout(
+        tmp_path / "other", hooks=f"repos:\n- hooks:\n  - id: {hook}\n"
+    )
+    export(run, root, "--out", "dspark")
+    body = git(root, "log", "-1", "--format=%b", "dspark")
+    assert f"Formatted with {name}." in body
+    assert "def test_it():" in git(root, "show", f"dspark:{TEST_FILE}")
+
+
+def test_a_file_that_upstream_did_not_format_is_not_reformatted(
+    run: Run, tmp_path: Path
+) -> None:
+    root = make_checkout(tmp_path / "other")
+    relay = root / "python/sglang/srt/managers/relay.py"
+    relay.write_text(relay.read_text().replace("size = 8", "size  =  8"))
+    git(root, "commit", "-qam", "unformatted")
+    git(root, "tag", "-f", "v1.1.0")
+    export(run, root, "--out", "dspark")
+    diff = git(root, "diff", "master", "dspark", "--", "python/sglang/srt/managers")
+    assert not [line for line in diff.splitlines() if line.startswith("-    ")]
+
+
+def test_a_patch_applies_to_the_same_release(
+    run: Run, checkout: Path, tmp_path: Path
+) -> None:
+    patch = tmp_path / "set.patch"
+    export(run, checkout, "--out", patch)
+    assert git(checkout, "branch", "--format=%(refname:short)").split() == ["master"]
+    git(checkout, "am", "-q", stdin=patch.read_bytes())
+    assert (checkout / TEST_FILE).is_file()
+    assert len(git(checkout, "log", "--format=%h").split()) == 3
+
+
+def test_a_test_without_its_modules_stays_behind(run: Run, checkout: Path) -> None:
+    outcome = run("export", checkout, "--component", "native", "--out", "dspark")
+    (commit,) = outcome.data["commits"]
+    assert TEST_FILE not in commit["files"]
+    assert OTHER not in commit["files"]
+
+
+def test_a_taken_branch_is_refused(run: Run, checkout: Path) -> None:
+    export(run, checkout, "--out", "dspark")
+    outcome = run("export", checkout, "--out", "dspark")
+    assert (outcome.code, outcome.codes) == (2, ["U003"])
+
+
+def test_a_folder_without_git_is_refused(run: Run, site: Path) -> None:
+    outcome = run("export", site)
+    assert (outcome.code, outcome.codes) == (3, ["T104"])
+
+
+def test_a_set_without_its_tests_is_refused(
+    run: Run, checkout: Path, repository: Path
+) -> None:
+    (repository / "test").rename(repository / "elsewhere")
+    outcome = run("export", checkout)
+    assert (outcome.code, outcome.codes) == (3, ["T104"])
