@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def test_a_checkpoint_path_is_checked(tmp_path: Path) -> None:
         check_checkpoint(tmp_path / "none", "--model")
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(BedError, match="no config[.]json"):
+    with pytest.raises(BedError, match=r"no config\.json"):
         check_checkpoint(empty, "--model")
     with pytest.raises(BedError, match="does not parse"):
         check_checkpoint(checkpoint(tmp_path / "broken", "{"), "--model")
@@ -83,6 +84,7 @@ def test_a_port_in_use_ends_at_once(
 ) -> None:
     versions = dict.fromkeys(checks._NEEDED, "1")
     monkeypatch.setattr(checks, "_probe", lambda: versions)
+    monkeypatch.setattr(checks, "check_applied", lambda: None)
     monkeypatch.setattr(checks, "available_bytes", lambda: 2**40)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -108,6 +110,25 @@ def test_the_probe_asks_the_interpreter_of_the_engines(
 ) -> None:
     monkeypatch.setenv("DSPARK_PD_PYTHON", sys.executable)
     assert set(checks._probe()) == set(checks._NEEDED)
+
+
+def test_an_environment_without_sglang_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPARK_PD_PYTHON", str(tmp_path / "no-python"))
+    with pytest.raises(BedError, match="not served by the patch set"):
+        checks.check_applied()
+
+
+def test_a_set_that_is_not_applied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = subprocess.CompletedProcess([], 1, "needed  relay.keep-handoff-input", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    with pytest.raises(BedError, match="not applied") as caught:
+        checks.check_applied()
+    assert "needed  relay" in caught.value.found
+    assert caught.value.next_step == "dspark-pd apply --component all"
 
 
 def machine(root: Path, free_gib: int, limit: str | None = None) -> Path:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dspark_pd.bed import diagnosis, web
 from dspark_pd.bed.counters import bytes_posted
@@ -73,6 +73,10 @@ class Engine(Server):
     def bytes_posted(self) -> int:
         """Bytes its ranks have handed to NIXL since it started."""
         return bytes_posted(self.stats_dir)
+
+    def info(self) -> dict[str, Any]:
+        """`/server_info`: the resolved arguments and the state of the engine."""
+        return web.call(f"{self.url}/server_info", timeout_s=30.0)
 
     def flush_cache(self, timeout_s: float = 30.0) -> None:
         """Empty the radix cache (and host pools) of an idle engine."""

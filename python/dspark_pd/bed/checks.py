@@ -85,8 +85,10 @@ def _probe() -> dict[str, str | None]:
 def check_applied() -> None:
     """BedError unless the patch set is on the SGLang of the engines' interpreter."""
     answer = subprocess.run(
-        [sys.executable, "-m", "dspark_pd", "status", "-q"]
-        + ["--component", "all", "--target", interpreter()],
+        [
+            *(sys.executable, "-m", "dspark_pd", "status", "-q"),
+            *("--component", "all", "--target", interpreter()),
+        ],
         capture_output=True,
         text=True,
         timeout=120,

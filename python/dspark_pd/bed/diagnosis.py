@@ -57,6 +57,11 @@ _CAUSES = (
         "pip install --no-deps -r requirements/engine-0.5.23.txt",
     ),
     Cause(
+        r"No host memory is left for HiCache|Not enough host memory",
+        "SGLang keeps 10 GiB free beside its host pools, and this machine has less",
+        "stop other programs, or start without HiCache",
+    ),
+    Cause(
         r"Not enough memory|out of memory|MemoryError|Cannot allocate memory",
         "too little memory",
         "stop other programs, or start fewer engines at once",

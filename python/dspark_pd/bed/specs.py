@@ -70,6 +70,9 @@ class EngineSpec:
         if self.role != "unified":
             flags["disaggregation-mode"] = self.role
             flags["disaggregation-transfer-backend"] = "nixl"
+        if self.role == "decode":
+            # The default backup is a host pool, which wants 10 GiB free at start.
+            flags["disaggregation-decode-retraction-backup"] = "cpu_tensor"
         if self.role == "prefill":
             flags["disaggregation-bootstrap-port"] = bootstrap_port
         return {**flags, **self.args}

@@ -95,7 +95,7 @@ def test_chat_completions(
             stream=stream,
             ignore_eos=True,
         )
-        assert reply.text == bytes(reference.output_ids).decode("ascii")
+        assert reply.text == bytes(reference.output_ids).decode()
         assert reply.finish_reason == "length"
         assert len(reply.pieces) > 1 or not stream
 
@@ -131,7 +131,15 @@ def test_parity_without_overlap(
     replies = send(no_overlap_pair.client, name)
     assert_parity(replies, name, references)
     assert_both_paths_ran(replies)
-    assert "disable_overlap_schedule=True" in no_overlap_pair.decode.log_text()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_is_what_the_fixture_says(
+    native_pair: Pair, no_overlap_pair: Pair, overlap: bool
+) -> None:
+    pair = native_pair if overlap else no_overlap_pair
+    for engine in (pair.prefill, pair.decode):
+        assert engine.info()["disable_overlap_schedule"] is not overlap
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,78 @@
+"""The demo from start to end, with servers that are real processes but fake engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bed_fakes import use_fake_servers
+from dspark_pd.bed import checks
+from dspark_pd.bed.demo import main
+from dspark_pd.bed.process import _running
+
+pytestmark = pytest.mark.unit
+
+DRAFT_CONFIG = '{"architectures": ["Qwen3DSparkModel"], "block_size": 4}'
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A demo on fake servers, which claim two verify passes for every request."""
+    use_fake_servers(monkeypatch, tmp_path)
+    versions = dict.fromkeys(checks._NEEDED, "0.5.23")
+    monkeypatch.setattr(checks, "_probe", lambda: versions)
+    monkeypatch.setattr(checks, "check_applied", lambda: None)
+    monkeypatch.setattr(checks, "available_bytes", lambda: 2**40)
+    for name, config in (("target", "{}"), ("draft", DRAFT_CONFIG)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    return [
+        *("--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")),
+        *("--log-dir", str(tmp_path / "logs"), "--requests", "2"),
+        *("--json", str(tmp_path / "out.json")),
+    ]
+
+
+def test_every_mode_runs_and_nothing_stays(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fakes cannot show what the demo claims, and the demo says so with exit 1."""
+    assert main(arguments) == 1
+    said = capsys.readouterr()
+    report = json.loads((tmp_path / "out.json").read_text())
+    modes = [run["mode"] for run in report["runs"]]
+    assert modes == ["no-spec", "unified", "pd-native", "pd-no-context"]
+    assert [len(run["requests"]) for run in report["runs"]] == [2] * 4
+    assert "FAIL pd-native: NIXL moved 0 bytes" in said.out
+    assert "ok   pd-native: every output equals unified" in said.out
+    assert "[demo] all engines stopped" in said.err
+    assert not _running
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_failure_keeps_the_logs_and_says_where(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FAKE_EXIT", "RuntimeError: Not enough memory")
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert "ended while it started" in said
+    assert "likely cause: too little memory" in said
+    assert f"logs: {tmp_path / 'logs'}" in said
+    assert (tmp_path / "logs" / "unified.log").exists()
+    assert not (tmp_path / "out.json").exists()
+    assert not _running
+
+
+def test_one_mode_starts_only_what_it_needs(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    main([*arguments, "--modes", "pd-native", "--keep-logs"])
+    logs = {path.stem for path in (tmp_path / "logs").glob("*.log")}
+    assert logs == {"unified", "prefill", "decode", "router-pd-native"}
