@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
+from sglang.srt.speculative.dspark_components import dspark_handoff_knobs as knobs
 from sglang.srt.speculative.dspark_components import dspark_handoff_startup as startup
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -94,7 +95,7 @@ class KnobCase(CustomTestCase):
         self.addCleanup(patch.stop)
         self.addCleanup(tails.activate, None)
 
-    def knobs(self, **values):
+    def set_knobs(self, **values):
         names = dict(capture=CAPTURE, ids=LAYER_IDS, tail=TAIL, partial=PARTIAL)
         os.environ.update({names[k]: str(v) for k, v in values.items()})
 
@@ -107,7 +108,7 @@ class KnobCase(CustomTestCase):
             yield
 
     def refuse(self, pattern):
-        return self.assertRaisesRegex(handoff.HandoffConfigError, pattern)
+        return self.assertRaisesRegex(knobs.HandoffConfigError, pattern)
 
 
 class TestKnobs(KnobCase):
@@ -119,15 +120,15 @@ class TestKnobs(KnobCase):
         self.assertEqual(envs.SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS.get(), 0)
 
     def test_tail_lengths(self):
-        self.assertEqual(handoff.read_tail_tokens(), 8)
+        self.assertEqual(knobs.read_tail_tokens(), 8)
         for good in ("-1", "1", " 31 ", "4096"):
             with self.subTest(good):
-                self.knobs(tail=good)
-                self.assertEqual(handoff.read_tail_tokens(), int(good))
+                self.set_knobs(tail=good)
+                self.assertEqual(knobs.read_tail_tokens(), int(good))
         for bad in ("0", "-2", "4097", "many", ""):
             with self.subTest(bad), self.refuse(f"{TAIL}={bad!r}.*1 to 4096.*-1"):
-                self.knobs(tail=bad)
-                handoff.read_tail_tokens()
+                self.set_knobs(tail=bad)
+                knobs.read_tail_tokens()
 
     def test_layer_ids(self):
         bad = {
@@ -140,13 +141,13 @@ class TestKnobs(KnobCase):
         }
         for ids, reason in bad.items():
             with self.subTest(ids), self.refuse(f"{LAYER_IDS}={ids}.*{reason}"):
-                handoff.check_layer_ids(
+                knobs.check_layer_ids(
                     [int(i) for i in ids.split(",")], num_layers=8, last_layer_ok=False
                 )
-        handoff.check_layer_ids([0, 7], num_layers=8, last_layer_ok=True)
-        self.knobs(ids="1,x")
+        knobs.check_layer_ids([0, 7], num_layers=8, last_layer_ok=True)
+        self.set_knobs(ids="1,x")
         with self.refuse(f"{LAYER_IDS}='1,x'.*separated by commas"):
-            handoff.read_layer_ids()
+            knobs.read_layer_ids()
 
 
 class TestSpecs(KnobCase):
@@ -157,7 +158,7 @@ class TestSpecs(KnobCase):
 
     def test_both_engines_agree(self):
         """One number for the slot, whichever engine computes it."""
-        self.knobs(tail=-1)
+        self.set_knobs(tail=-1)
         draft = draft_config(window=32)
         decode = handoff.resolve_decode_spec(draft, target_config())
         with self.drafts(draft):
@@ -168,7 +169,7 @@ class TestSpecs(KnobCase):
         self.assertEqual(decode.item_bytes, 64 + 31 * 96)
 
     def test_layer_ids_come_from(self):
-        self.knobs(tail=4, partial=1)
+        self.set_knobs(tail=4, partial=1)
         with self.refuse(f"{LAYER_IDS}.*--speculative-draft-model-path"):
             self.prefill()
         bundled = target_config(
@@ -181,11 +182,11 @@ class TestSpecs(KnobCase):
         with self.drafts(draft_config()):
             spec = self.prefill(speculative_draft_model_path="draft")
         self.assertEqual(spec.layer_ids, (0, 2, 4))
-        self.knobs(ids="0,5")
+        self.set_knobs(ids="0,5")
         self.assertEqual(self.prefill(bundled).layer_ids, (0, 5))
 
     def test_decode_ids_are_the_drafts(self):
-        self.knobs(tail=31, ids="0,1")
+        self.set_knobs(tail=31, ids="0,1")
         with self.refuse(r"\(0, 1\) on decode.*\(0, 2, 4\).*Unset"):
             handoff.resolve_decode_spec(draft_config(window=32), target_config())
 
@@ -197,16 +198,16 @@ class TestSpecs(KnobCase):
             (draft_config(window=32, mixed=True), 31, "the whole prompt"),
         )
         for draft, tail, reason in cases:
-            self.knobs(tail=tail)
+            self.set_knobs(tail=tail)
             os.environ.pop(PARTIAL, None)
             with self.subTest(reason), self.refuse(f"{reason}.*{PARTIAL}=1"):
                 handoff.resolve_decode_spec(draft, target_config())
-            self.knobs(partial=1)
+            self.set_knobs(partial=1)
             spec = handoff.resolve_decode_spec(draft, target_config())
             self.assertEqual(spec.tail_tokens, tail)
 
     def test_auto_needs_a_window(self):
-        self.knobs(tail=-1, ids="0,1")
+        self.set_knobs(tail=-1, ids="0,1")
         with self.refuse("knows no draft"):
             self.prefill()
         with self.refuse("attends to the whole prompt.*" + PARTIAL):
@@ -216,14 +217,14 @@ class TestSpecs(KnobCase):
             handoff.resolve_decode_spec(draft_config(window=10000), target_config())
 
     def test_slot_has_a_limit(self):
-        self.knobs(tail=4096, partial=1)
+        self.set_knobs(tail=4096, partial=1)
         wide = target_config()
         wide.hidden_size = 8192
         with self.refuse("bytes for one request; the limit is"):
             handoff.resolve_decode_spec(draft_config(), wide)
 
     def test_fingerprint_tells_rows_apart(self):
-        self.knobs(tail=4, partial=1)
+        self.set_knobs(tail=4, partial=1)
         marks = set()
         for ids in ((0, 1), (0, 2), (0, 1, 2)):
             draft = draft_config(layer_ids=ids)
@@ -235,17 +236,17 @@ class TestSpecs(KnobCase):
         self.assertTrue(all(0 < mark < 1 << 63 for mark in marks))
 
     def test_rows_needed(self):
-        self.knobs(tail=-1)
+        self.set_knobs(tail=-1)
         spec = handoff.resolve_decode_spec(draft_config(window=32), target_config())
         self.assertEqual([spec.rows_needed(n) for n in (1, 31, 500)], [1, 31, 31])
-        self.knobs(tail=4, partial=1)
+        self.set_knobs(tail=4, partial=1)
         spec = handoff.resolve_decode_spec(draft_config(), target_config())
         self.assertEqual(spec.rows_needed(500), 500)
 
 
 class TestDescriptions(KnobCase):
     def test_tail(self):
-        self.knobs(tail=-1, capture=1)
+        self.set_knobs(tail=-1, capture=1)
         with self.drafts(draft_config(window=32)):
             args = server_args(speculative_draft_model_path="draft")
             prefill = handoff.describe_prefill(args, target_config())
@@ -295,7 +296,7 @@ class TestRefusals(KnobCase):
 
     def test_argument_checks_call_it(self):
         """Without the call every refusal below would reach the first request."""
-        self.knobs(capture=1, tail=0, ids="0,1")
+        self.set_knobs(capture=1, tail=0, ids="0,1")
         with (
             self.refuse(TAIL),
             mock.patch(
@@ -306,7 +307,7 @@ class TestRefusals(KnobCase):
             validation_hook.check_server_args(server_args())
 
     def test_capture_belongs_to_prefill(self):
-        self.knobs(capture=1, ids="0,1")
+        self.set_knobs(capture=1, ids="0,1")
         with self.refuse("decode engine.*set it on the prefill"):
             self.check(disaggregation_mode="decode")
         with self.refuse("a server of its own"):
@@ -316,7 +317,7 @@ class TestRefusals(KnobCase):
                 self.check(speculative_algorithm=algorithm)
 
     def test_prefill_combinations(self):
-        self.knobs(capture=1, ids="0,1")
+        self.set_knobs(capture=1, ids="0,1")
         refused = {
             "enable_return_aux_hidden_states": True,
             "enable_return_hidden_states": True,
@@ -339,7 +340,7 @@ class TestRefusals(KnobCase):
             self.check(pp_size=2, **compiled)
 
     def test_decode_combinations(self):
-        self.knobs(tail=-1)
+        self.set_knobs(tail=-1)
         decode = dict(
             disaggregation_mode="decode",
             speculative_algorithm="DSPARK",
@@ -358,13 +359,13 @@ class TestRefusals(KnobCase):
         for field, value in refused.items():
             with self.subTest(field), self.refuse(field.replace("_", "-")):
                 self.check(**{**decode, field: value})
-        self.knobs(tail=8, partial=1)
+        self.set_knobs(tail=8, partial=1)
         self.check(**decode)
         with self.refuse("--disaggregation-decode-enable-radix-cache"):
             self.check(**decode, disaggregation_decode_enable_radix_cache=True)
 
     def test_mooncake_over_tcp(self):
-        self.knobs(capture=1, ids="0,1")
+        self.set_knobs(capture=1, ids="0,1")
         self.check(disaggregation_transfer_backend="mooncake")
         with (
             envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(True),
@@ -392,7 +393,7 @@ class TestCaptureConfig(KnobCase):
 
     def test_runner_is_told_the_layers(self):
         self.assertFalse(self.resolve().dflash_use_aux_hidden_state)
-        self.knobs(capture=1, ids="0,2,4")
+        self.set_knobs(capture=1, ids="0,2,4")
         config = self.resolve()
         self.assertTrue(config.dflash_use_aux_hidden_state and config.is_dspark)
         self.assertEqual(config.dflash_target_layer_ids, [0, 2, 4])
@@ -400,13 +401,13 @@ class TestCaptureConfig(KnobCase):
         self.assertFalse(self.resolve(is_draft_worker=True).dflash_use_aux_hidden_state)
 
     def test_forward_keeps_all_rows(self):
-        self.knobs(capture=1)
+        self.set_knobs(capture=1)
         self.assertEqual(get_server_return_hidden_states_mode(), CaptureHiddenMode.FULL)
 
     def test_client_rows_refused(self):
-        handoff.refuse_client_rows(CaptureHiddenMode.FULL)
-        self.knobs(capture=1)
-        handoff.refuse_client_rows(CaptureHiddenMode.NULL)
+        knobs.refuse_client_rows(CaptureHiddenMode.FULL)
+        self.set_knobs(capture=1)
+        knobs.refuse_client_rows(CaptureHiddenMode.NULL)
         with self.assertRaisesRegex(ValueError, "returns none to clients"):
             self.ask_for_rows()
 
@@ -451,7 +452,7 @@ class TestAttach(KnobCase):
         return getattr(buffers, "dspark_tail", None)
 
     def test_last_stage_only(self):
-        self.knobs(capture=1, ids="0,1", tail=3)
+        self.set_knobs(capture=1, ids="0,1", tail=3)
         tail = self.attach(self.scheduler())
         self.assertEqual(tuple(tail.rows.shape), (4, 3, 32))
         self.assertIs(tails.active_tail(), tail)
@@ -463,7 +464,7 @@ class TestAttach(KnobCase):
         self.assertIsNone(tails.active_tail())
 
     def test_memory_is_checked(self):
-        self.knobs(capture=1, ids="0,1", tail=4)
+        self.set_knobs(capture=1, ids="0,1", tail=4)
         available = SimpleNamespace(available=100)
         with mock.patch("psutil.virtual_memory", lambda: available):
             with self.refuse("--max-running-requests"):
@@ -488,12 +489,12 @@ class TestAttach(KnobCase):
     def test_decode_expects_a_tail_when_told(self):
         """Without the knob a decode keeps upstream's metadata."""
         self.assertIsNone(self.attach(self.decode()))
-        self.knobs(tail=-1)
+        self.set_knobs(tail=-1)
         self.assertEqual(self.attach(self.decode()).spec.tail_tokens, 31)
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
 
     def test_remapped_layers_are_refused(self):
-        self.knobs(tail=-1)
+        self.set_knobs(tail=-1)
         with self.refuse(r"\(0, 2, 4\).*maps them to \(1, 3, 5\)"):
             self.attach(self.decode(captured=(1, 3, 5)))
 

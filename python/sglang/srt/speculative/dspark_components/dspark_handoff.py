@@ -19,13 +19,22 @@ A row is the concatenation of one position's hidden states after the captured la
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
+    AUTO_TAIL,
+    MAX_TAIL_TOKENS,
+    HandoffConfigError,
+    capture_enabled,
+    check_layer_ids,
+    read_layer_ids,
+    read_tail_tokens,
+    tail_expected,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -34,15 +43,9 @@ if TYPE_CHECKING:
 # Bytes in front of the rows: eight int64 words, and the smallest item an RDMA
 # transfer likes.
 HEADER_BYTES = 64
-AUTO_TAIL = -1
-MAX_TAIL_TOKENS = 4096
 # One request's share of the pinned buffer; there are two slots per running request.
 MAX_ITEM_BYTES = 64 << 20
 TAIL_BUFFER_NAME = "dspark_tail"
-
-
-class HandoffConfigError(ValueError):
-    """A knob of the handoff that cannot work, with what to set instead."""
 
 
 class DraftFacts(NamedTuple):
@@ -97,93 +100,6 @@ class TailSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def capture_enabled() -> bool:
-    """Whether this process belongs to a prefill engine that captures rows."""
-    return envs.SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE.get()
-
-
-def tail_expected() -> bool:
-    """Whether a DSPARK decode was told to expect rows from its prefill.
-
-    Naming the tail length is the switch: a decode without it keeps the metadata
-    buffers, and so the wire format, of a server that knows nothing of the handoff.
-    """
-    return envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.is_set()
-
-
-def read_tail_tokens() -> int:
-    """The knob as a number, without upstream's silent fall-back to the default.
-
-    Raises:
-        HandoffConfigError: not a number, zero, below -1 or above the limit.
-    """
-    field = envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS
-    raw = os.environ.get(field.name, str(field.default)).strip()
-    try:
-        tokens = int(raw)
-    except ValueError:
-        tokens = 0
-    if tokens == AUTO_TAIL or 0 < tokens <= MAX_TAIL_TOKENS:
-        return tokens
-    raise HandoffConfigError(
-        f"{field.name}={raw!r}: expected a number of rows from 1 to {MAX_TAIL_TOKENS}, "
-        f"or {AUTO_TAIL} for as many as the draft's window needs. Set it to the same "
-        "value on prefill and decode."
-    )
-
-
-def read_layer_ids() -> tuple[int, ...] | None:
-    """Target layer ids named in the environment, None when unset.
-
-    Raises:
-        HandoffConfigError: something in the list is not a number.
-    """
-    field = envs.SGLANG_DSPARK_PD_TARGET_LAYER_IDS
-    raw = field.get()
-    if not raw:
-        return None
-    try:
-        return tuple(int(item) for item in raw)
-    except ValueError:
-        raise HandoffConfigError(
-            f"{field.name}={','.join(raw)!r}: expected target layer ids separated by "
-            "commas, such as 1,9,17. Copy target_layer_ids of the draft's config.json."
-        ) from None
-
-
-def check_layer_ids(
-    layer_ids: Sequence[int], *, num_layers: int, last_layer_ok: bool
-) -> None:
-    """Refuse ids that no stage could capture or whose rows would be misordered.
-
-    Raises:
-        HandoffConfigError: empty, repeated, descending, too many, out of range, or the
-            last layer of a model that captures a layer at the next layer's input.
-    """
-    name = envs.SGLANG_DSPARK_PD_TARGET_LAYER_IDS.name
-    found = ",".join(str(layer_id) for layer_id in layer_ids)
-    reason = None
-    if not layer_ids:
-        reason = "it names no layer"
-    elif len(layer_ids) > num_layers:
-        reason = f"it names {len(layer_ids)} layers of a target that has {num_layers}"
-    elif len(set(layer_ids)) != len(layer_ids):
-        reason = "it repeats a layer"
-    elif list(layer_ids) != sorted(layer_ids):
-        reason = "it is not in ascending order, the order in which rows are captured"
-    elif layer_ids[0] < 0 or layer_ids[-1] >= num_layers:
-        reason = f"the target's layers are 0 to {num_layers - 1}"
-    elif layer_ids[-1] == num_layers - 1 and not last_layer_ok:
-        reason = (
-            f"layer {num_layers - 1} is the target's last: this model hands a layer's "
-            "output over at the next layer's input, and there is none"
-        )
-    if reason is not None:
-        raise HandoffConfigError(
-            f"{name}={found}: {reason}. Copy target_layer_ids of the draft's config."
-        )
 
 
 def captures_last_layer(hf_config: Any) -> bool:
@@ -387,8 +303,8 @@ def _check_coverage(tokens: int, need: int | None, *, source: str) -> None:
     raise HandoffConfigError(
         f"{envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name}={tokens}: {source} attends "
         f"to {wanted}, so drafts would be made from part of their context. Output "
-        f"would stay exact, but fewer drafts would be accepted. Either {way_out}, or accept "
-        f"it with {envs.SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT.name}=1 on both engines."
+        f"would stay exact, but fewer drafts would be accepted. Either {way_out}, or "
+        f"accept it with {envs.SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT.name}=1 on both engines."
     )
 
 
@@ -475,17 +391,3 @@ def _resolved(server_args: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(server_args)
-
-
-def refuse_client_rows(requested_mode: Any) -> None:
-    """Refuse a client that asks a capturing prefill for hidden states.
-
-    Raises:
-        ValueError: shown to the client.
-    """
-    if capture_enabled() and requested_mode.need_capture():
-        raise ValueError(
-            "This prefill engine keeps hidden states for a handoff to decode and "
-            "returns none to clients. Ask for return_hidden_states elsewhere, or unset "
-            f"{envs.SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE.name}."
-        )

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.environ import envs
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
-    HandoffConfigError,
     TailSpec,
-    capture_enabled,
     load_draft_config,
     resolve_decode_spec,
     resolve_prefill_spec,
+)
+from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
+    HandoffConfigError,
+    capture_enabled,
+    expect_peer_draft_tokens,
     tail_expected,
 )
 
@@ -53,6 +56,7 @@ def validate_server_args(server_args: Any) -> None:
         _check_capture_role(cfg)
         _refuse_all(_prefill_refusals(cfg), "capture of prefill rows")
         spec = resolve_prefill_spec(cfg, model_config_of(server_args))
+        expect_peer_draft_tokens(model_config_of(server_args).hf_config)
         _log_spec("prefill captures", spec)
         return
     if not _is_dspark(cfg) or cfg.disaggregation_mode != "decode":
@@ -223,6 +227,7 @@ def fill_capture_config(
     config.dflash_use_aux_hidden_state = True
     config.dflash_target_layer_ids = list(spec.layer_ids)
     config.is_dspark = True
+    expect_peer_draft_tokens(model_config.hf_config)
 
 
 def attach_tail_buffer(
@@ -297,7 +302,8 @@ def _build_tail(spec: TailSpec, buffers: MetadataBuffers, size: int) -> Any:
     if wanted > available // 2:
         raise HandoffConfigError(
             f"A tail of {spec.tail_tokens} rows needs {size} slots of "
-            f"{spec.item_bytes} bytes, {wanted >> 20} MiB in all; {available >> 20} MiB are free. Lower "
+            f"{spec.item_bytes} bytes, {wanted >> 20} MiB in all; {available >> 20} "
+            "MiB are free. Lower "
             f"{envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name} or "
             "--max-running-requests."
         )

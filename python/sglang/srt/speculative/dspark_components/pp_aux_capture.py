@@ -58,6 +58,8 @@ def configure(model: Any, layer_ids: list[int]) -> bool:
     if parallel.pp_size <= 1 or hasattr(model, "get_pp_proxy_dspark_hidden_size"):
         return False
     name = type(model).__name__
+    if name == "DeepseekV4ForCausalLM":
+        return False  # Its own setter comes here again, see keep_stage_layers.
     if name not in SUPPORTED_MODELS:
         raise ValueError(
             f"Capturing target layers under pipeline parallelism is not verified for "
@@ -147,3 +149,54 @@ def _received(forward_batch: Any) -> list[torch.Tensor]:
 def _take_captured() -> list[torch.Tensor]:
     captured, _Forward.captured = _Forward.captured, None
     return [] if captured is None else list(captured)
+
+
+# DeepSeek-V4 does not cross stages through the shared boundary and snapshots a layer
+# behind it, so its rows are owned by the layer's own stage.
+
+
+def keep_stage_layers(model: Any, layer_ids: list[int]) -> bool:
+    """Divide a DeepSeek-V4 target's layers over the pipeline; False without one."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.pp_size <= 1 or layer_ids is None:
+        return False
+    inner = model.model
+    owned = [i for i in layer_ids if inner.start_layer <= i < inner.end_layer]
+    before = sum(1 for i in layer_ids if i < inner.start_layer)
+    inner.dspark_layers_to_capture = owned if owned or before else None
+    inner.dspark_rows_received = before
+    model.capture_aux_hidden_states = parallel.pp_group.is_last_rank and bool(
+        owned or before
+    )
+    setattr(model, _WIDTH_ATTR, before * int(model.config.hidden_size))
+    return True
+
+
+def start_packer(inner: Any, packer: Any, proxy: Any) -> Any:
+    """The packer of a DeepSeek-V4 stage, with the received rows already in it.
+
+    A dummy run's proxy brings no rows; zeros keep the packed width.
+    """
+    received = getattr(inner, "dspark_rows_received", 0)
+    if packer is None or not received:
+        return packer
+    from sglang.srt.layers.aux_hidden_states import AuxHiddenStatePacker
+
+    hidden = proxy["hidden_states"]
+    rows = proxy.tensors.get(PROXY_KEY)
+    if rows is None:
+        rows = hidden.new_zeros(hidden.shape[0], received * inner.hidden_size)
+    joined = AuxHiddenStatePacker(received + len(inner.dspark_layers_to_capture))
+    joined.extend(rows.split(inner.hidden_size, dim=-1))
+    return joined
+
+
+def stage_output(hidden_states: torch.Tensor, packer: Any) -> Any:
+    """A DeepSeek-V4 stage's output with its rows; ``hidden_states`` is flattened."""
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+    return PPProxyTensors(
+        {"hidden_states": hidden_states.flatten(1), PROXY_KEY: packer.finalize()}
+    )

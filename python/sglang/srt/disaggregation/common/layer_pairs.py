@@ -1,9 +1,10 @@
-"""Layer ids of plain multi-head KV pools, so that peers pair buffers by layer.
+"""Which KV buffers of two engines hold the same layer.
 
-A plain pool registers K of every layer, then V of every layer, and behind them the
-same of a draft. Without ids a peer must guess where V starts. With a pipeline stage on
-one side, or a draft on one side only, the guess is wrong for many layer counts, and KV
-then lands in other layers without an error.
+A plain multi-head pool registers K of every layer, then V of every layer, and behind
+them the same of a draft. Without ids a peer must guess where V starts. With a pipeline
+stage on one side, or a draft on one side only, the guess is wrong for many layer
+counts, and KV then lands in other layers without an error. So plain pools report layer
+ids here, and a stage of a compressed-MLA target is placed by its pool's layer groups.
 """
 
 from __future__ import annotations
@@ -77,3 +78,31 @@ def pair_by_layer(
             "Use equal --tp-size, or a prefill without a draft."
         )
     return [sources[i] for i, _ in pairs], [targets[j] for _, j in pairs]
+
+
+def compressed_mla_indices(
+    manager: Any, peer: Any, n_src: int, n_dst: int
+) -> list[int] | None:
+    """Where a pipeline stage's compressed-MLA buffers sit in a whole decode's.
+
+    None where upstream's own pairing serves: no pipeline, equal counts, other pools.
+
+    Raises:
+        RuntimeError: paired buffers differ in size.
+    """
+    ratios = manager.kv_args.mla_compression_ratios
+    if manager.pp_size == 1 or n_src == n_dst or not ratios:
+        return None
+    if manager.kv_args.kv_layer_ids or peer.dst_kv_layer_ids:
+        return None
+    _, indices = manager._mla_slice_ptrs_for_pp(
+        list(range(n_src)), list(range(n_dst)), ratios
+    )
+    own = list(manager.kv_args.kv_item_lens)
+    theirs = [peer.dst_kv_item_lens[j] for j in indices]
+    if own != theirs:
+        raise RuntimeError(
+            f"Prefill stage and decode differ in KV bytes a page: {own} and {theirs}. "
+            "Use one page size and one KV dtype on both engines."
+        )
+    return indices

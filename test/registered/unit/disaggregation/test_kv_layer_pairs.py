@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.common.mha_layer_ids import pair_by_layer
+from sglang.srt.disaggregation.common.layer_pairs import pair_by_layer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 from sglang.srt.disaggregation.utils import (
@@ -212,6 +212,61 @@ class TestPairing(CustomTestCase):
         peer = SimpleNamespace(dst_kv_layer_ids=[])
         kept = ([1], [2])
         self.assertIs(pair_by_layer(manager, peer, positional=kept), kept)
+
+
+class TestCompressedMla(CustomTestCase):
+    """Buffers are grouped: C4 KV, C4 indexer KV, C128 KV, layers ascending in each."""
+
+    RATIOS = [0, 4, 128, 4, 128, 4, 128, 4]
+
+    def names(self, start, end):
+        layers = range(start, end)
+        c4 = [i for i in layers if self.RATIOS[i] == 4]
+        c128 = [i for i in layers if self.RATIOS[i] == 128]
+        return (
+            [f"c4.{i}" for i in c4]
+            + [f"index.{i}" for i in c4]
+            + [f"c128.{i}" for i in c128]
+        )
+
+    def place(self, start, end, *, pp_size=2, item_lens=None):
+        own, whole = self.names(start, end), self.names(0, 8)
+        manager = object.__new__(NixlKVManager)
+        manager.pp_size, manager.is_mla_backend = pp_size, True
+        manager.is_hybrid_mla_backend = False
+        manager.kv_args = SimpleNamespace(
+            kv_layer_ids=[],
+            mla_compression_ratios=self.RATIOS,
+            prefill_start_layer=start,
+            prefill_end_layer=end,
+            kv_item_lens=[len(name) for name in own],
+        )
+        peer = SimpleNamespace(
+            dst_kv_layer_ids=[],
+            dst_kv_item_lens=item_lens or [len(name) for name in whole],
+        )
+        indices = manager._build_transfer_dst_indices(
+            peer_info=peer, n_src=len(own), n_dst=len(whole)
+        )
+        return [whole[j] for j in indices]
+
+    def test_stages_cover_the_decode(self):
+        """Stock refuses this pair in its control thread, which dies of it."""
+        for bounds in ([0, 4, 8], [0, 3, 5, 8], [0, 1, 8]):
+            reached = []
+            for start, end in zip(bounds, bounds[1:], strict=False):
+                with self.subTest(start=start, end=end):
+                    found = self.place(start, end)
+                    self.assertEqual(found, self.names(start, end))
+                    reached += found
+            self.assertEqual(sorted(reached), sorted(self.names(0, 8)))
+
+    def test_other_sizes_are_refused(self):
+        with self.assertRaisesRegex(RuntimeError, "differ in KV bytes"):
+            self.place(0, 4, item_lens=[1] * len(self.names(0, 8)))
+
+    def test_without_a_pipeline_upstream_decides(self):
+        self.assertEqual(self.place(0, 8, pp_size=1), self.names(0, 8))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+"""A DeepSeek-V4 target's captured rows over pipeline stages, as far as a CPU goes.
+
+The model itself needs CUDA kernels; what is pinned here is the division of layers, the
+packed rows between stages, where the model calls in, and the compressor rings of a
+prefill without a draft.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from sglang.srt.layers.aux_hidden_states import AuxHiddenStatePacker
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as pool
+from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
+from sglang.srt.speculative.dspark_components import dspark_handoff_knobs as knobs
+from sglang.srt.speculative.dspark_components import pp_aux_capture as capture
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+TOKENS, HIDDEN, LAYERS = 3, 4, 8
+TOKEN_KNOB = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
+
+
+def make_stage(start, end, last):
+    inner = SimpleNamespace(
+        start_layer=start,
+        end_layer=end,
+        hidden_size=HIDDEN,
+        dspark_layers_to_capture=None,
+    )
+    return SimpleNamespace(
+        model=inner,
+        config=SimpleNamespace(hidden_size=HIDDEN),
+        pp_group=SimpleNamespace(is_last_rank=last),
+        capture_aux_hidden_states=False,
+    )
+
+
+def divide(stage, layer_ids, pp_size=2):
+    parallel = SimpleNamespace(pp_size=pp_size, pp_group=stage.pp_group)
+    with mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel):
+        DeepseekV4ForCausalLM.set_dspark_layers_to_capture(stage, layer_ids)
+    return stage
+
+
+class TestDivide(CustomTestCase):
+    def test_setter_divides_layers(self):
+        """A layer's own stage captures it, the target's last layer included."""
+        first, last = make_stage(0, 4, False), make_stage(4, 8, True)
+        for stage in (first, last):
+            divide(stage, [1, 3, 7])
+        self.assertEqual(first.model.dspark_layers_to_capture, [1, 3])
+        self.assertEqual(last.model.dspark_layers_to_capture, [7])
+        self.assertFalse(first.capture_aux_hidden_states)
+        self.assertTrue(last.capture_aux_hidden_states)
+        self.assertEqual(capture.proxy_width(first), 0)
+        self.assertEqual(capture.proxy_width(last), 2 * HIDDEN)
+
+    def test_stage_with_nothing_to_carry(self):
+        stage = divide(make_stage(0, 4, False), [5, 6])
+        self.assertIsNone(stage.model.dspark_layers_to_capture)
+
+    def test_stage_that_only_passes_rows_on(self):
+        stage = divide(make_stage(4, 6, False), [1, 7], pp_size=3)
+        self.assertEqual(stage.model.dspark_layers_to_capture, [])
+
+    def test_one_stage_keeps_upstreams_setter(self):
+        stage = divide(make_stage(0, 8, True), [1, 3], pp_size=1)
+        self.assertEqual(stage.model.dspark_layers_to_capture, [1, 3])
+        self.assertTrue(stage.capture_aux_hidden_states)
+
+
+def layer_output(layer_id):
+    return torch.full((TOKENS, HIDDEN), float(layer_id))
+
+
+def run_stage(stage, proxy):
+    """One stage as the model runs it: packer, layers, exit or finalize."""
+    inner = stage.model
+    layers = inner.dspark_layers_to_capture
+    packer = None if layers is None else AuxHiddenStatePacker(len(layers))
+    packer = capture.start_packer(inner, packer, proxy)
+    for layer_id in layers or ():
+        packer.append(layer_output(layer_id))
+    if stage.pp_group.is_last_rank:
+        return packer.finalize()
+    hidden = torch.zeros(TOKENS, 2, HIDDEN)
+    if packer:
+        return capture.stage_output(hidden, packer)
+    return PPProxyTensors({"hidden_states": hidden.flatten(1)})
+
+
+class TestPacker(CustomTestCase):
+    def run_pipeline(self, bounds, layer_ids):
+        proxy = None
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            stage = make_stage(start, end, end == LAYERS)
+            divide(stage, layer_ids, pp_size=len(bounds) - 1)
+            proxy = run_stage(stage, proxy)
+        return proxy
+
+    def test_stages_equal_one(self):
+        for layer_ids in ([0, 3, 7], [1, 2], [6, 7], [0]):
+            expected = torch.cat([layer_output(i) for i in layer_ids], dim=-1)
+            for bounds in ([0, 8], [0, 4, 8], [0, 2, 4, 8], [0, 1, 5, 8]):
+                with self.subTest(layer_ids=layer_ids, bounds=bounds):
+                    rows = self.run_pipeline(bounds, layer_ids)
+                    torch.testing.assert_close(rows, expected)
+
+    def test_dummy_run_keeps_the_width(self):
+        """Its proxy has no rows; a wrong count would end the engine's start."""
+        stage = divide(make_stage(4, 8, True), [1, 3, 7])
+        proxy = PPProxyTensors({"hidden_states": torch.zeros(TOKENS, 2 * HIDDEN)})
+        rows = run_stage(stage, proxy)
+        self.assertEqual(tuple(rows.shape), (TOKENS, 3 * HIDDEN))
+
+    def test_model_calls_it(self):
+        """The forward needs CUDA, so its calls are pinned by their place."""
+        source = inspect.getsource(DeepseekV4Model._forward_impl)
+        packer = source.index("AuxHiddenStatePacker(len(")
+        start = source.index("start_packer(\n", packer)
+        captured = source.index("dspark_aux_hidden_states.slot(", start)
+        leave = source.index("if not self.pp_group.is_last_rank:", captured)
+        export = source.index("return stage_output(", leave)
+        self.assertLess(export, source.index("return PPProxyTensors(", leave))
+
+
+class TestRings(CustomTestCase):
+    def setUp(self):
+        self.addCleanup(setattr, knobs, "_peer_draft_tokens", 0)
+        patch = mock.patch.dict(os.environ)
+        patch.start()
+        self.addCleanup(patch.stop)
+        os.environ.pop(TOKEN_KNOB, None)
+
+    def rings(self, algorithm=None, tokens=None):
+        spec = SimpleNamespace(
+            speculative_algorithm=algorithm, speculative_num_draft_tokens=tokens
+        )
+        with mock.patch.object(pool, "get_spec", lambda: spec):
+            return [pool.resolve_compress_state_ring_size(r) for r in (2, 4, 128)]
+
+    def config(self, **more):
+        return SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], **more)
+
+    def test_rings_match_the_decode(self):
+        """Rings travel page by page; another size is another stride."""
+        alone = self.rings()
+        decode = self.rings("DSPARK", 8)
+        self.assertNotEqual(alone, decode)
+        os.environ[TOKEN_KNOB] = "8"
+        knobs.expect_peer_draft_tokens(self.config())
+        self.assertEqual(self.rings(), decode)
+
+    def test_bundled_draft_says_it(self):
+        knobs.expect_peer_draft_tokens(self.config(dspark_block_size=7))
+        self.assertEqual(knobs.peer_draft_tokens(), 8)
+
+    def test_unknown_is_refused(self):
+        for value in (None, "1", "-3"):
+            with self.subTest(value):
+                if value is not None:
+                    os.environ[TOKEN_KNOB] = value
+                with self.assertRaisesRegex(knobs.HandoffConfigError, TOKEN_KNOB):
+                    knobs.expect_peer_draft_tokens(self.config())
+
+    def test_other_targets_need_nothing(self):
+        other = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
+        knobs.expect_peer_draft_tokens(other)
+        self.assertEqual(knobs.peer_draft_tokens(), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
