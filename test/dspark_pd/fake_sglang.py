@@ -189,7 +189,7 @@ def hunk(**fields: str) -> str:
         "calls": f"{_GUARD}.nothing_stored",
         "node": "expression_statement",
         "function": "look_up",
-        "inside": "      has: {field: name, regex: ^look_up$}\n",
+        "inside": "",
         "fix": "  $ANCHOR",
         **fields,
     }
