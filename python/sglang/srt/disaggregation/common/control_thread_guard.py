@@ -163,9 +163,9 @@ def report_dead_thread(manager: Any, name: str, reason: str) -> None:
 
 
 def server_port(manager: Any) -> int:
-    """HTTP port of the server this manager belongs to; 0 when it has none."""
+    """HTTP port of the server a manager or bootstrap server belongs to, or 0."""
     port = getattr(getattr(manager, "server_args", None), "port", None)
-    return int(port or 0)
+    return int(port or getattr(manager, "prefill_http_port", None) or 0)
 
 
 def health_failure(port: int) -> str | None:

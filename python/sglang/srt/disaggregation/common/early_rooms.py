@@ -63,7 +63,7 @@ class EarlyRooms:
         return reason if reason and now - when <= self._max_age_s else None
 
     def metadata_without_request(self, room: int) -> list[int]:
-        """Note metadata of a room without sender; returns rooms to forget now."""
+        """Note metadata of a room; returns rooms without sender to forget now."""
         now = time.monotonic()
         forget = []
         with self._lock:

@@ -238,9 +238,8 @@ def _admit_room(manager, message, envelope: Envelope) -> bool:
     if rejected is not None:
         fail_room(manager, envelope, rejected.reason, rejected.patched)
         return False
-    if room not in manager.request_status:
-        for old in early_rooms(manager).metadata_without_request(room):
-            forget_room(manager, old)
+    for old in early_rooms(manager).metadata_without_request(room):
+        forget_room(manager, old)
     return True
 
 
@@ -307,10 +306,15 @@ def adopt_early_verdict(sender: Any) -> None:
 
 
 def forget_room(manager: Any, room: int) -> None:
-    """Drop metadata of a room for which no request ever came."""
-    if room not in manager.request_status:
-        manager.transfer_infos.pop(room, None)
-        manager.req_to_decode_prefix_len.pop(room, None)
+    """Drop what metadata left of a room for which no request ever came.
+
+    Metadata makes upstream open the room (as ready for input) before its request.
+    """
+    manager.transfer_infos.pop(room, None)
+    manager.req_to_decode_prefix_len.pop(room, None)
+    manager.request_status.pop(room, None)
+    with manager.failure_lock:
+        manager.failure_records.pop(room, None)
 
 
 # -- when upstream's handling raises --------------------------------------------------
@@ -328,7 +332,7 @@ def blame_prefill(manager: Any, message: list[bytes], error: Exception) -> None:
         )
         reject(manager, envelope.agent, reason)
         return
-    forget_room(manager, int(envelope.room))
+    manager.transfer_infos.pop(int(envelope.room), None)
     reason = f"[PD-METADATA] handling decode's metadata failed: {error}"
     fail_room(manager, envelope, reason, is_described(manager, envelope.agent))
 

@@ -245,11 +245,14 @@ def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool | None:
     reason = _disagreement(manager, bootstrap_addr, info, theirs)
     if reason is None:
         table.pop(bootstrap_addr, None)
+        manager.peer_check_is_on = True
         try:
             return manager.try_ensure_parallel_info(bootstrap_addr)
         except Exception as error:
             reason = f"[PD-UPSTREAM] {error}"
-            logger.error("Refusing prefill %s: %s", bootstrap_addr, reason)
+            logger.exception("Refusing prefill %s", bootstrap_addr)
+        finally:
+            manager.peer_check_is_on = False
     info.peer_refusal = Refusal(reason, time.monotonic(), bool(theirs.get("version")))
     table[bootstrap_addr] = info
     return True

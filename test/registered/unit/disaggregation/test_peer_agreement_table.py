@@ -1,0 +1,201 @@
+"""The agreement's table: every row fires for its pair, and for no equal pair.
+
+Contract: two engines that are described alike agree; every row names both values; the
+function is pure, does not depend on key order, and what is not known never refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import unittest
+
+from peer_fixtures import NATIVE, PLAIN
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.disaggregation.common.peer_agreement_rules import (
+    RULES,
+    decide,
+    refusal,
+)
+from sglang.srt.disaggregation.common.peer_agreement_table import (
+    NOTE,
+    REFUSE,
+    SEVERITIES,
+    UNPATCHED,
+    WARN,
+    look_up,
+)
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+TAIL_DSPARK = {
+    "mode": "tail",
+    "layer_ids": [0, 1, 2],
+    "hidden_size": 128,
+    "dtype": "float32",
+    "tail_tokens": 32,
+    "row_bytes": 1536,
+    "window_need": 31,
+}
+TAIL_PREFILL = {**PLAIN, "mode": "tail", "dspark": TAIL_DSPARK}
+TAIL_DECODE = {**NATIVE, "mode": "tail", "dspark": TAIL_DSPARK}
+
+
+def with_dspark(description, **changes):
+    return {**description, "dspark": {**description["dspark"], **changes}}
+
+
+COLD_OK = {**NATIVE, "allow_cold_draft": True}
+V4 = {"attention": "compressed_mla"}
+
+# code -> (decode, prefill) for which exactly this row decides first
+CASES = {
+    "PD-VERSION": (NATIVE, {**NATIVE, "version": 2}),
+    "PD-RANKS": (NATIVE, {**NATIVE, "conflict": "page_size: 1 and 64"}),
+    "PD-UNPATCHED-PREFILL": (NATIVE, UNPATCHED),
+    "PD-UNPATCHED-PREFILL-ALLOWED": (COLD_OK, UNPATCHED),
+    "PD-UNPATCHED-PREFILL-PLAIN": (PLAIN, UNPATCHED),
+    "PD-UNPATCHED-DECODE-TAIL": (UNPATCHED, TAIL_PREFILL),
+    "PD-UNPATCHED-DECODE-NO-DRAFT": (
+        {**UNPATCHED, "kv_entries": 8},
+        {**NATIVE, "kv_entries": 12},
+    ),
+    "PD-UNPATCHED-DECODE-COLD": (
+        {**UNPATCHED, "kv_entries": 12},
+        {**PLAIN, "kv_entries": 8},
+    ),
+    "PD-UNPATCHED-DECODE": (
+        {**UNPATCHED, "kv_entries": 12},
+        {**NATIVE, "kv_entries": 12},
+    ),
+    "PD-BACKEND": (NATIVE, {**NATIVE, "backend": "mooncake"}),
+    "PD-TARGET": (NATIVE, {**NATIVE, "target": "T layers=5"}),
+    "PD-PAGE-SIZE": (NATIVE, {**NATIVE, "page_size": 64}),
+    "PD-KV-DTYPE": (NATIVE, {**NATIVE, "kv_dtype": "fp8_e4m3"}),
+    "PD-AUX": (NATIVE, {**NATIVE, "aux": [*NATIVE["aux"], "kv_checksum"]}),
+    "PD-TP": ({**NATIVE, "tp": 2}, {**NATIVE, "tp": 3}),
+    "PD-PP": ({**NATIVE, "pp": 2}, {**NATIVE, "pp": 4}),
+    "PD-CP": ({**NATIVE, "cp": 2}, NATIVE),
+    "PD-PP-LAYER-IDS": (
+        {**NATIVE, "kv_layer_ids": False},
+        {**NATIVE, "pp": 2, "kv_layer_ids": False},
+    ),
+    "PD-RING": (
+        {**TAIL_DECODE, **V4, "rings": {"4": 16}},
+        {**TAIL_PREFILL, **V4, "rings": {"4": 8}},
+    ),
+    "PD-COLD-DRAFT": (NATIVE, PLAIN),
+    "PD-COLD-DRAFT-ALLOWED": (COLD_OK, PLAIN),
+    "PD-DRAFT-ONLY-ON-PREFILL": (PLAIN, NATIVE),
+    "PD-ALGORITHM": (NATIVE, {**PLAIN, "algorithm": "EAGLE"}),
+    "PD-MODE": (NATIVE, TAIL_PREFILL),
+    "PD-DRAFT-GEOMETRY": (NATIVE, {**NATIVE, "draft": "D layers=3"}),
+    "PD-DRAFT-WEIGHTS": (NATIVE, {**NATIVE, "draft_weights": "bbbb"}),
+    "PD-DRAFT-WEIGHTS-UNKNOWN": (NATIVE, {**NATIVE, "draft_weights": None}),
+    "PD-DRAFT-KV-DTYPE": (NATIVE, {**NATIVE, "draft_kv_dtype": "fp8_e4m3"}),
+    "PD-DRAFT-HEADS": (
+        {**NATIVE, "tp": 2, "draft_heads": [1, 64], "target_heads": [2, 32]},
+        NATIVE,
+    ),
+    "PD-BLOCK-SIZE": (NATIVE, {**NATIVE, "block_size": 3}),
+    "PD-TAIL-LAYERS": (TAIL_DECODE, with_dspark(TAIL_PREFILL, layer_ids=[0, 1])),
+    "PD-TAIL-HIDDEN": (TAIL_DECODE, with_dspark(TAIL_PREFILL, hidden_size=64)),
+    "PD-TAIL-DTYPE": (TAIL_DECODE, with_dspark(TAIL_PREFILL, dtype="bfloat16")),
+    "PD-TAIL-TOKENS": (TAIL_DECODE, with_dspark(TAIL_PREFILL, tail_tokens=64)),
+    "PD-TAIL-ROW-BYTES": (TAIL_DECODE, with_dspark(TAIL_PREFILL, row_bytes=768)),
+    "PD-TAIL-WINDOW": (with_dspark(TAIL_DECODE, window_need=None), TAIL_PREFILL),
+    "PD-TAIL-WINDOW-ALLOWED": (
+        {**with_dspark(TAIL_DECODE, window_need=64), "allow_partial_context": True},
+        TAIL_PREFILL,
+    ),
+    "PD-TAIL-CP": (TAIL_DECODE, {**TAIL_PREFILL, "cp": 2}),
+}
+GOOD = {
+    "native": (NATIVE, NATIVE),
+    "plain": (PLAIN, PLAIN),
+    "tail": (TAIL_DECODE, TAIL_PREFILL),
+    "native prefill, decode that could take a tail": (TAIL_DECODE, NATIVE),
+    "stages with layer ids": (NATIVE, {**NATIVE, "pp": 2}),
+    "tensor parallel 1 to 2": ({**NATIVE, "tp": 2}, NATIVE),
+}
+
+
+class TestRows(CustomTestCase):
+    def test_every_row_has_a_case_and_every_case_a_row(self):
+        self.assertEqual({rule.code for rule in RULES}, set(CASES))
+
+    def test_codes_are_unique_and_severities_known(self):
+        codes = [rule.code for rule in RULES]
+        self.assertEqual(len(codes), len(set(codes)))
+        self.assertLessEqual({rule.severity for rule in RULES}, set(SEVERITIES))
+
+    def test_each_case_is_decided_by_its_row(self):
+        for code, (decode, prefill) in CASES.items():
+            with self.subTest(code):
+                verdicts = decide(decode, prefill)
+                self.assertEqual([verdict.code for verdict in verdicts], [code])
+
+    def test_good_pairs_have_no_verdict(self):
+        for name, (decode, prefill) in GOOD.items():
+            with self.subTest(name):
+                self.assertEqual(decide(decode, prefill), [])
+
+    def test_a_message_shows_both_values(self):
+        for code, (decode, prefill) in CASES.items():
+            rule = next(rule for rule in RULES if rule.code == code)
+            text = decide(decode, prefill)[0].text
+            with self.subTest(code):
+                for side, description in (("prefill", prefill), ("decode", decode)):
+                    value = look_up(description, rule.about)
+                    shown = "unknown" if value is None else str(value)
+                    self.assertIn(f"{side} has {rule.about}={shown}", text)
+                self.assertIn("Consequence: ", text)
+                self.assertIn("Fix: ", text)
+
+    def test_refusals_come_first_whatever_else_is_said(self):
+        verdicts = decide(
+            {**NATIVE, "block_size": 3}, {**NATIVE, "draft_weights": "b", "tp": 1}
+        )
+        self.assertEqual([v.severity for v in verdicts], [REFUSE, NOTE])
+
+    def test_notes_and_warnings_do_not_refuse(self):
+        for rule in RULES:
+            if rule.severity in (WARN, NOTE):
+                with self.subTest(rule.code):
+                    self.assertIsNone(refusal(*CASES[rule.code]))
+
+
+class TestAllPairs(CustomTestCase):
+    """The product of everything an engine can be, judged without exceptions."""
+
+    def setUp(self):
+        engines = [*itertools.chain.from_iterable(CASES.values())]
+        engines += [*itertools.chain.from_iterable(GOOD.values()), {}, UNPATCHED]
+        self.pairs = list(itertools.product(engines, engines))
+
+    def test_all_pairs_are_decided_and_descriptions_untouched(self):
+        before = copy.deepcopy(self.pairs)
+        for decode, prefill in self.pairs:
+            decide(decode, prefill)
+        self.assertGreater(len(self.pairs), 5000)
+        self.assertEqual(self.pairs, before)
+
+    def test_decode_without_context_is_never_accepted_in_silence(self):
+        """DSPARK on decode: context is native, a tail, or there is a verdict."""
+        for decode, prefill in self.pairs:
+            if not decode.get("version") or decode.get("algorithm") != "DSPARK":
+                continue
+            if prefill.get("mode") in ("native", "tail"):
+                continue
+            self.assertTrue(decide(decode, prefill), (decode, prefill))
+
+    def test_key_order_does_not_matter(self):
+        for decode, prefill in self.pairs[::7]:
+            turned = dict(reversed(list(decode.items())))
+            self.assertEqual(decide(decode, prefill), decide(turned, prefill))
+
+
+if __name__ == "__main__":
+    unittest.main()

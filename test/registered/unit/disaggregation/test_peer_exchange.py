@@ -1,0 +1,372 @@
+"""How the two engines get each other's description, and how decode refuses.
+
+Contract: the bootstrap server hands prefill's description on without changing its
+answers' bodies; decode checks on first contact, never raises for a disagreement, fails
+each request of a refused prefill with a reason that names both values, tells prefill,
+and looks again after a second; decode's description travels in its registration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import requests
+from peer_fixtures import (
+    NATIVE,
+    PLAIN,
+    Wire,
+    close,
+    nixl_decode,
+    nixl_prefill,
+    open_receiver,
+    wait_for,
+)
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    PrefillServerInfo,
+)
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import get_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+from sglang.srt.disaggregation.common import conn, peer_agreement
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+TOPOLOGY_QUERY = (
+    "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+)
+
+
+def serve(port: int = 0) -> CommonKVBootstrapServer:
+    server = CommonKVBootstrapServer("127.0.0.1", port or get_free_port())
+    url = f"http://127.0.0.1:{server.port}/health"
+
+    def up():
+        try:
+            return requests.get(url, timeout=1).status_code == 200
+        except requests.RequestException:
+            return False
+
+    assert wait_for(up, 10), "the bootstrap server did not start"
+    return server
+
+
+def stop(server: CommonKVBootstrapServer) -> None:
+    server.close()
+
+
+def parallel_context(**changes):
+    sizes = {
+        "enable_cp_tp_group_sharing": False,
+        "load_balance_method": "round_robin",
+        "enable_dsa_cache_layer_split": False,
+        "enable_kv_cache_sharding": False,
+    }
+    return SimpleNamespace(**(sizes | changes))
+
+
+def register(manager, server, *, pp_rank=0, pp_size=1, page_size=1) -> None:
+    """Run upstream's own registration of one prefill rank."""
+    manager.__dict__.update(
+        dist_init_addr=None,
+        bootstrap_host="127.0.0.1",
+        bootstrap_port=server.port,
+        attn_dp_size=1,
+        system_dp_size=1,
+        system_dp_rank=0,
+        pp_size=pp_size,
+        pp_rank=pp_rank,
+    )
+    manager.kv_args.page_size = page_size
+    disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+    with (
+        mock.patch.object(conn, "get_parallel", return_value=parallel_context()),
+        mock.patch.object(conn, "get_disagg", return_value=disagg),
+        mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(port=1)),
+    ):
+        CommonKVManager.register_to_bootstrap(manager)
+
+
+def topology_of(server) -> requests.Response:
+    return requests.get(
+        f"http://127.0.0.1:{server.port}/route?{TOPOLOGY_QUERY}", timeout=5
+    )
+
+
+class _WithServer(CustomTestCase):
+    def setUp(self):
+        self.server = serve()
+        self.addCleanup(stop, self.server)
+        self.addr = f"127.0.0.1:{self.server.port}"
+
+    def prefill(self, description=NATIVE, **registration):
+        manager = nixl_prefill(description)
+        self.addCleanup(close, manager)
+        register(manager, self.server, **registration)
+        return manager
+
+    def decode(self, description=NATIVE, **kv_args):
+        manager = nixl_decode(description, **kv_args)
+        self.addCleanup(close, manager)
+        return manager
+
+
+class TestBootstrapExchange(_WithServer):
+    def test_prefill_registers_with_its_description(self):
+        with mock.patch.object(conn.requests, "put") as put:
+            put.return_value.status_code = 200
+            self.prefill({**NATIVE, "kv_entries": 12})
+        sent = put.call_args.kwargs["json"][peer_agreement.PAYLOAD_KEY]
+        self.assertEqual(sent, NATIVE, "facts of one rank stay with the rank")
+
+    def test_server_answers_with_the_description(self):
+        self.prefill()
+        response = topology_of(self.server)
+        self.assertEqual(json.loads(response.headers[peer_agreement.HEADER]), NATIVE)
+
+    def test_the_body_is_what_an_old_decode_understands(self):
+        self.prefill()
+        known = {field.name for field in dataclasses.fields(PrefillServerInfo)}
+        body = topology_of(self.server).json()
+        self.assertLessEqual(set(body), known)
+        self.assertEqual(PrefillServerInfo(**body).page_size, 1)
+
+    def test_ranks_that_differ_are_told_apart(self):
+        self.prefill(pp_rank=0, pp_size=2)
+        self.prefill({**NATIVE, "draft_weights": "bbbb"}, pp_rank=1, pp_size=2)
+        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
+        self.assertIn("draft_weights: aaaa and bbbb", kept["conflict"])
+
+    def test_a_prefill_without_description_gets_no_header(self):
+        self.prefill(None)
+        self.assertNotIn(peer_agreement.HEADER, topology_of(self.server).headers)
+
+
+class TestDecodeRefuses(_WithServer):
+    def request(self, decode, room=7):
+        receiver = open_receiver(decode, self.addr, room)
+        receiver.init(0)
+        return receiver
+
+    def reason(self, decode, room=7):
+        return decode.failure_records[room]
+
+    def test_an_agreeing_prefill_is_accepted(self):
+        self.prefill()
+        decode = self.decode()
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.assertIsNone(peer_agreement.refusal_of(decode, self.addr))
+        self.assertEqual(decode.prefill_info_table[self.addr].target_pp_ranks, [0])
+
+    def test_page_size_is_refused_not_raised(self):
+        self.prefill({**NATIVE, "page_size": 64}, page_size=64)
+        decode = self.decode()
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        refused = peer_agreement.refusal_of(decode, self.addr)
+        self.assertIn(
+            "prefill has page_size=64, decode has page_size=1", refused.reason
+        )
+
+    def test_page_size_of_an_unpatched_prefill_is_refused_not_raised(self):
+        self.prefill(None, page_size=64)
+        decode = self.decode(PLAIN)
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        refused = peer_agreement.refusal_of(decode, self.addr)
+        self.assertIn("[PD-PAGE-SIZE]", refused.reason)
+        self.assertFalse(refused.prefill_is_patched)
+
+    def test_what_only_upstream_checks_is_refused_not_raised(self):
+        self.prefill()
+        decode = self.decode()
+        decode.dcp_size = 2  # upstream raises: decode DCP needs an MLA pool
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        refused = peer_agreement.refusal_of(decode, self.addr)
+        self.assertIn("[PD-UPSTREAM] PD decode DCP requires", refused.reason)
+
+    def test_refused_request_fails_with_both_values(self):
+        prefill = self.prefill({**NATIVE, "draft_weights": "bbbb"})
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        receiver = self.request(decode)
+        self.assertEqual(receiver.poll(), KVPoll.Failed)
+        self.assertIn("[PD-DRAFT-WEIGHTS]", self.reason(decode))
+        self.assertIn("draft_weights=bbbb", self.reason(decode))
+        self.assertIn("draft_weights=aaaa", self.reason(decode))
+        self.assertEqual(decode.connection_pool, {}, "a refused peer got registered")
+        told = prefill.server_socket.recv_multipart()
+        self.assertEqual(told[:2], [peer_agreement.REFUSED_TAG, b"7"])
+        self.assertIn(b"[PD-DRAFT-WEIGHTS]", told[2])
+
+    def test_unpatched_prefill_is_told_in_its_own_words(self):
+        prefill = self.prefill(None)
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        self.request(decode)
+        self.assertIn("[PD-UNPATCHED-PREFILL]", self.reason(decode))
+        self.assertEqual(prefill.server_socket.recv_multipart(), [b"ABORT", b"7"])
+
+    def test_cold_draft_is_refused_with_three_ways_out(self):
+        self.prefill(PLAIN)
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        self.request(decode)
+        for way in (
+            "--speculative-algorithm DSPARK",
+            "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1",
+            "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT=1",
+        ):
+            self.assertIn(way, self.reason(decode))
+
+    def test_opt_out_accepts_a_cold_draft_and_says_so_once(self):
+        self.prefill(PLAIN)
+        decode = self.decode({**NATIVE, "allow_cold_draft": True})
+        with self.assertLogs(peer_agreement.logger, "WARNING") as logs:
+            for _ in range(3):
+                decode.prefill_info_table.clear()
+                self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.assertEqual(sum("COLD-DRAFT-ALLOWED" in line for line in logs.output), 1)
+        self.assertIsNone(peer_agreement.refusal_of(decode, self.addr))
+
+    def test_a_prefill_restarted_with_other_flags_is_looked_at_again(self):
+        self.prefill({**NATIVE, "draft_weights": "bbbb"})
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        self.server.peer_description = NATIVE
+        refused = peer_agreement.refusal_of(decode, self.addr)
+        refused.since -= peer_agreement._REFUSAL_MAX_AGE_S + 0.1
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.assertIsNone(peer_agreement.refusal_of(decode, self.addr))
+
+    def test_a_request_looks_at_an_old_refusal_again(self):
+        self.prefill({**NATIVE, "draft_weights": "bbbb"})
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        self.server.peer_description = NATIVE
+        refused = peer_agreement.refusal_of(decode, self.addr)
+        refused.since -= peer_agreement._REFUSAL_MAX_AGE_S + 0.1
+        receiver = open_receiver(decode, self.addr, 9)
+        self.assertFalse(peer_agreement.refuse_request(receiver, 0))
+
+    def test_a_prefill_that_is_down_is_asked_again(self):
+        decode = self.decode()
+        self.assertFalse(decode.try_ensure_parallel_info("127.0.0.1:9"))
+        self.assertEqual(decode.prefill_info_table, {})
+
+    def test_a_malformed_description_is_refused(self):
+        self.prefill({**NATIVE, "tp": "two"})
+        decode = self.decode()
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        refused = peer_agreement.refusal_of(decode, self.addr)
+        self.assertIn("[PD-MALFORMED]", refused.reason)
+
+    def test_an_engine_without_description_behaves_as_upstream(self):
+        self.prefill(None, page_size=64)
+        decode = self.decode(None)
+        with self.assertRaisesRegex(RuntimeError, "Page size mismatch"):
+            decode.try_ensure_parallel_info(self.addr)
+
+
+class TestRegistrationFrame(CustomTestCase):
+    def registered(self, description):
+        decode = nixl_decode(description)
+        self.addCleanup(close, decode)
+        decode.build_receiver_registration_message = lambda: [b"None", b"rest"]
+        wire = Wire(decode)
+        self.addCleanup(wire.close)
+        receiver = open_receiver(decode, "127.0.0.1:1", 3)
+        receiver.bootstrap_infos = [{"rank_ip": "127.0.0.1", "rank_port": wire.port}]
+        self.assertTrue(receiver._register_kv_args())
+        return wire.answer()
+
+    def test_decode_registers_with_its_description(self):
+        frames = self.registered(NATIVE)
+        self.assertEqual(frames[:2], [b"None", b"rest"])
+        magic = peer_agreement.FRAME_MAGIC
+        self.assertTrue(frames[2].startswith(magic))
+        self.assertEqual(json.loads(frames[2][len(magic) :]), NATIVE)
+
+    def test_backends_that_do_not_look_for_it_do_not_get_it(self):
+        frames = self.registered({**NATIVE, "backend": "mori"})
+        self.assertEqual(frames, [b"None", b"rest"])
+
+
+class _Stop(Exception):
+    """Ends a constructor where the KV manager would be built."""
+
+
+class TestDescribe(CustomTestCase):
+    def describe_in(self, queue_class, module):
+        """Run upstream's `_init_kv_manager` up to the manager's class."""
+        queue = mock.MagicMock()
+        queue.scheduler = mock.MagicMock()
+        queue.metadata_buffers = SimpleNamespace(get_buf_infos=lambda: ([], [], []))
+        queue.draft_token_to_kv_pool = None
+        queue.token_to_kv_pool = mock.MagicMock()
+        queue.tp_rank = queue.pp_rank = 0
+        queue.scheduler.enable_hisparse = False
+        seen = []
+
+        def end_here(*args):
+            raise _Stop
+
+        patches = {
+            "get_kv_class": lambda backend, kind: (
+                SimpleNamespace if "KVARGS" in str(kind) else end_here()
+            ),
+            "get_kv_transfer_buf_infos": lambda pool: ([], [], []),
+            "build_kv_layer_ids": lambda **kwargs: [],
+            "setup_state_kv_args": lambda *args, **kwargs: None,
+            "get_pd_kv_layout": lambda pool: None,
+            "get_parallel": lambda: mock.MagicMock(attn_tp_size=1),
+            "get_disagg": lambda: mock.MagicMock(
+                disaggregation_decode_host_receive_threshold=1
+            ),
+            "get_device": lambda: mock.MagicMock(),
+        }
+        with (
+            mock.patch.multiple(module, **patches),
+            mock.patch.object(
+                peer_agreement, "_describe_rank", lambda *args: seen.append(args) or {}
+            ),
+            self.assertRaises(_Stop),
+        ):
+            queue_class._init_kv_manager(queue)
+        self.assertEqual(len(seen), 1, "the engine was not described")
+        self.assertIs(seen[0][0], queue.scheduler)
+        return seen[0][1]
+
+    def test_prefill_queue_describes_its_engine(self):
+        from sglang.srt.disaggregation import prefill
+
+        role = self.describe_in(PrefillBootstrapQueue, prefill)
+        self.assertEqual(role, "prefill")
+
+    def test_decode_queue_describes_its_engine(self):
+        from sglang.srt.disaggregation import decode
+
+        self.assertEqual(self.describe_in(DecodePreallocQueue, decode), "decode")
+
+    def test_opt_out_is_declared(self):
+        self.assertFalse(envs.SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT.get())
+        with envs.SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT.override(True):
+            self.assertTrue(envs.SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT.get())
+
+    def test_an_engine_that_cannot_describe_itself_still_starts(self):
+        kv_args = SimpleNamespace()
+        with self.assertLogs(peer_agreement.logger, "ERROR"):
+            peer_agreement.describe_engine(object(), "prefill", kv_args, None)
+        self.assertIsNone(kv_args.peer_description)
+
+
+if __name__ == "__main__":
+    unittest.main()
