@@ -21,6 +21,8 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.disaggregation import decode_schedule_batch_mixin
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative import spec_utils
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dspark_components import disagg_first_decode
 from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -134,6 +136,44 @@ class TestDSparkHandoffInput(CustomTestCase):
         running.reqs = [running.reqs[1], newcomer.reqs[0]]
         future_map._resolve_spec_extras(running)
         self.assertEqual(running.spec_info.bonus_tokens.tolist(), [42, 77])
+
+
+class TestFirstDecodeStep(CustomTestCase):
+    """The step after the handoff, where stock 0.5.16 takes the scheduler down."""
+
+    def setUp(self):
+        for patch in (no_hidden_states, no_streams):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_first_step_is_prepared(self):
+        for overlap in (True, False):
+            with self.subTest(overlap=overlap):
+                batch, _ = hand_off(overlap=overlap)
+                self.assertIs(self.prepared_by(batch), batch.spec_info)
+
+    def prepared_by(self, batch):
+        """Run the release's own dispatch and return the input that was prepared."""
+        prepared = []
+        no_mamba = mock.MagicMock()
+        no_mamba.return_value.mamba.enable_mamba_extra_buffer_lazy = False
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(
+                mock.patch.object(
+                    DFlashDraftInputV2,
+                    "prepare_for_decode",
+                    lambda draft_input, batch: prepared.append(draft_input),
+                )
+            )
+            # What the dispatch asks of the published config, by release.
+            for name, answer in (
+                ("get_exec", no_mamba),
+                ("mamba_extra_buffer_lazy_enabled", lambda: False),
+            ):
+                if hasattr(spec_utils, name):
+                    patches.enter_context(mock.patch.object(spec_utils, name, answer))
+            spec_utils.spec_prepare_for_decode(batch)
+        return prepared[0]
 
 
 class TestOwnBuilder(CustomTestCase):
