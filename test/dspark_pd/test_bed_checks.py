@@ -195,6 +195,15 @@ def test_unknown_failures_are_not_explained_away() -> None:
     assert "killed" in diagnosis.explain("something else", -9)[0]
 
 
+def test_an_engine_that_kills_itself_was_not_killed_from_outside() -> None:
+    """SGLang ends its whole group after an exception in a rank: exit status -9."""
+    log = (
+        "ImportError: cannot import name 'x' from 'y'\nkill_process_tree called: pid=1"
+    )
+    assert diagnosis.explain(log, -9)[0] == "it raised " + log.splitlines()[0]
+    assert diagnosis.explain("kill_process_tree called", -9) == ("", "")
+
+
 def test_the_tail_shows_an_early_traceback() -> None:
     rows = ["start", "Traceback (most recent call last):", "ValueError: no"]
     tail = diagnosis.telling_tail("\n".join(rows + ["noise"] * 100))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _TAIL_LINES = 30
 _SIGKILL = -9
+_RAISED = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception): .{1,200})", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ def explain(log: str, status: int | None) -> tuple[str, str]:
         if match:
             module = match.groupdict().get("module")
             return known.cause + (f": {module}" if module else ""), known.next_step
-    if status == _SIGKILL:
+    raised = _RAISED.findall(log)
+    if raised:
+        return f"it raised {raised[-1]}", ""
+    if status == _SIGKILL and "kill_process_tree" not in log:
         return (
             "killed from outside, most often by the kernel for lack of memory",
             "free memory (see `free -g`) and run again",
