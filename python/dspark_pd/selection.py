@@ -79,9 +79,7 @@ def _choose_variant(
     return Choice(identity, "wanted", candidates)
 
 
-def _newest_first(
-    patch_set: PatchSet, variants: tuple[Hunk, ...]
-) -> tuple[Hunk, ...]:
+def _newest_first(patch_set: PatchSet, variants: tuple[Hunk, ...]) -> tuple[Hunk, ...]:
     def last_served(hunk: Hunk) -> Version:
         return max(r for r in patch_set.releases if hunk.serves(r))
 

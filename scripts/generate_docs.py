@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Write the parts of the docs that code knows better: hunks, options, codes.
+
+    scripts/generate_docs.py            rewrite what is stale
+    scripts/generate_docs.py --check    exit 1 and name what is stale, write nothing
+
+A generated part stands between two comments in a page; the prose around it is written by
+hand and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from dspark_pd import exit_codes, output  # noqa: E402
+from dspark_pd.cli import build_parser  # noqa: E402
+from dspark_pd.error_catalogue import PARTS, catalogue  # noqa: E402
+from dspark_pd.export.message import purposes  # noqa: E402
+from dspark_pd.hunk import Hunk  # noqa: E402
+from dspark_pd.hunk_fields import COMPONENTS  # noqa: E402
+from dspark_pd.patch_set import load_patch_set  # noqa: E402
+from dspark_pd.result import Result  # noqa: E402
+
+DOCS = ROOT / "docs_new" / "docs"
+OWN_PARSERS = ("demo", "doctor", "export")
+BEGIN = "{{/* generated: {name} */}}"
+END = "{/* end of generated part */}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = []
+    for page, names in PAGES.items():
+        path = DOCS / page
+        text = path.read_text(encoding="utf-8")
+        fresh = text
+        for name in names:
+            fresh = replace_part(fresh, name, PARTS_BY_NAME[name]())
+        if fresh != text:
+            stale.append(path.relative_to(ROOT))
+            if not check:
+                path.write_text(fresh, encoding="utf-8")
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}")
+    return 1 if stale and check else 0
+
+
+def replace_part(text: str, name: str, body: str) -> str:
+    begin = BEGIN.format(name=name)
+    head, found, rest = text.partition(begin)
+    _, ended, tail = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"no place for the generated part {name!r}")
+    return f"{head}{begin}\n\n{body.strip()}\n\n{END}{tail}"
+
+
+def table(header: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
+
+
+def cell(value: object) -> str:
+    """Keep a table cell on its line; a bar would end it."""
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def prose(text: str) -> str:
+    """Escape what MDX would read as a tag or an expression."""
+    return re.sub(r"([{}<])", r"\\\1", text)
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+def hunk_counts() -> str:
+    patch_set = load_patch_set()
+    oldest, newest = patch_set.releases[0], patch_set.releases[-1]
+    rows = []
+    for component in COMPONENTS:
+        hunks = [v[0] for v in patch_set.identities.values()]
+        hunks = [hunk for hunk in hunks if hunk.component == component]
+        modules = [m for m in patch_set.modules if m.component == component]
+        files = {hunk.target for hunk in hunks}
+        rows.append((code(component), len(modules), len(hunks), len(files)))
+    rows.append(
+        ("all", *(sum(int(str(row[i])) for row in rows) for i in (1, 2)), all_files())
+    )
+    header = ("component", "new modules", "hunks", "upstream files")
+    return f"SGLang {oldest} to {newest}.\n\n{table(header, rows)}"
+
+
+def all_files() -> int:
+    return len({hunk.target for hunk in load_patch_set().hunks})
+
+
+def hunk_register() -> str:
+    patch_set = load_patch_set()
+    texts = purposes(patch_set)
+    parts = []
+    for component in COMPONENTS:
+        groups = [
+            variants
+            for variants in patch_set.identities.values()
+            if variants[0].component == component
+        ]
+        if groups:
+            title = texts[component].title.removeprefix("[PD] ")
+            parts.append(f"## {component}: {title[0].lower()}{title[1:]}")
+            parts.append(drop_table(groups))
+            parts += [describe(variants) for variants in groups]
+    return "\n\n".join(parts)
+
+
+def drop_table(groups: list[tuple[Hunk, ...]]) -> str:
+    rows = []
+    for variants in groups:
+        kind, argument = variants[0].drop_when
+        anchor = f"[`{variants[0].identity}`](#{anchor_of(variants[0])})"
+        rows.append((anchor, releases_of(variants), prose(f"{kind}: {argument}")))
+    return table(("hunk", "releases", "drop when"), rows)
+
+
+def anchor_of(hunk: Hunk) -> str:
+    """Return the id that the docs give to a heading of this text."""
+    return hunk.identity.replace(".", "").lower()
+
+
+def releases_of(variants: tuple[Hunk, ...]) -> str:
+    return ", ".join(code(variant.metadata["releases"]) for variant in variants)
+
+
+def describe(variants: tuple[Hunk, ...]) -> str:
+    hunk = variants[0]
+    kind, argument = hunk.drop_when
+    facts = [
+        ("file", code(hunk.target)),
+        ("kind", hunk.metadata["kind"]),
+        ("releases", releases_of(variants)),
+        ("calls", code(hunk.metadata.get("calls", "nothing of ours"))),
+        ("upstream", hunk.url or prose(str(hunk.metadata["forwarded"]))),
+        ("drop when", f"{kind}: {code(argument)}"),
+        ("proved by", code(hunk.metadata["proved_by"])),
+    ]
+    lines = [f"### {hunk.identity}", "", f"**{prose(hunk.message)}.**", ""]
+    lines += [prose(" ".join(hunk.note.split())), ""]
+    lines += [f"- {name}: {value}" for name, value in facts]
+    return "\n".join(lines)
+
+
+def module_table() -> str:
+    patch_set = load_patch_set()
+    rows: list[tuple[object, ...]] = [
+        (code(m.path), code(m.component), code(m.releases), prose(m.what))
+        for m in patch_set.modules
+    ]
+    return table(("module", "component", "releases", "what for"), rows)
+
+
+def exit_code_table() -> str:
+    rows: list[tuple[object, ...]] = [*exit_codes.MEANINGS.items()]
+    return table(("exit code", "meaning"), rows)
+
+
+def error_table() -> str:
+    rows: list[tuple[object, ...]] = []
+    for kind in catalogue().values():
+        texts = {part: getattr(kind, part).format(**kind.example) for part in PARTS}
+        texts = {part: prose(text) for part, text in texts.items()}
+        row = (kind.code, kind.exit_code, *(texts[part] for part in PARTS))
+        rows.append(row)
+    return table(("code", "exit", *PARTS), rows)
+
+
+def option_reference() -> str:
+    """Return the help of each verb, at a width that does not depend on the terminal."""
+    parser = build_parser()
+    (verbs,) = (
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    parts = []
+    for verb, sub in verbs.items():
+        if verb not in OWN_PARSERS:
+            parts.append(f"### {verb}\n\n```\n{help_text(sub)}\n```")
+    export = dict(_verbs("export"))["export"]
+    parts.append(f"### export\n\n```\n{help_text(export)}\n```")
+    return "\n\n".join(parts)
+
+
+def _verbs(asked: str) -> list[tuple[str, argparse.ArgumentParser]]:
+    for action in build_parser(asked)._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return list(action.choices.items())
+    return []
+
+
+def help_text(parser: argparse.ArgumentParser) -> str:
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
+    return parser.format_help().strip()
+
+
+def envelope_table() -> str:
+    meanings = {
+        "schema": f"version of this shape, {output.SCHEMA}; a new number if a key goes",
+        "tool": "name and version of the tool",
+        "command": "the verb; null if it was not known",
+        "status": "ok, differs or error",
+        "exit_code": "the same as the process ends with",
+        "target": "path, release and where the release was read; null without a target",
+        "data": "the answer of the verb",
+        "notes": "sentences for a person",
+        "errors": "code, title, expected, found, cause and next of each error",
+    }
+    keys = output.envelope("status", Result()).keys()
+    rows: list[tuple[object, ...]] = [(code(key), meanings[key]) for key in keys]
+    return table(("key", "meaning"), rows)
+
+
+PARTS_BY_NAME: dict[str, Callable[[], str]] = {
+    "counts": hunk_counts,
+    "register": hunk_register,
+    "modules": module_table,
+    "exit codes": exit_code_table,
+    "errors": error_table,
+    "options": option_reference,
+    "envelope": envelope_table,
+}
+PAGES = {
+    "advanced_features/dspark_pd_hunks.mdx": ("counts", "register", "modules"),
+    "developer_guide/dspark_pd_tool.mdx": (
+        "options",
+        "exit codes",
+        "envelope",
+        "errors",
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
