@@ -359,23 +359,27 @@ def shape_tail_block(
 def reshape_nixl_aux(
     manager: Any,
     peer: str,
-    slot: int,
+    slots: tuple[int, int],
     peer_ptrs: list[int],
-    peer_slot: int,
-    sources: list[tuple],
-    targets: list[tuple],
+    blocks: tuple[list[tuple], list[tuple]],
 ) -> None:
-    """Replace the whole-slot tail block of a NIXL metadata send, in place."""
+    """Replace the whole-slot tail block of a NIXL metadata send, in place.
+
+    Args:
+        slots: metadata slots here and at the peer.
+        blocks: (address, bytes, device) of sources and of targets.
+    """
     if _local is None or not _cap_tokens:
         return
+    sources, targets = blocks
     while len(sources) >= len(manager.kv_args.aux_data_ptrs):
         sources.pop()
         targets.pop()
     block = shape_tail_block(
         manager,
         peer,
-        slot=slot,
-        peer_slot=peer_slot,
+        slot=slots[0],
+        peer_slot=slots[1],
         peer_ptrs=peer_ptrs,
     )
     if block is not None:
@@ -386,12 +390,16 @@ def reshape_nixl_aux(
 def reshape_mooncake_aux(
     manager: Any,
     peer: str,
-    slot: int,
+    slots: tuple[int, int],
     peer_ptrs: list[int],
-    peer_slot: int,
     blocks: list[tuple],
 ) -> None:
-    """Replace the whole-slot tail block of a Mooncake metadata send, in place."""
+    """Replace the whole-slot tail block of a Mooncake metadata send, in place.
+
+    Args:
+        slots: metadata slots here and at the peer.
+        blocks: (source address, target address, bytes).
+    """
     if _local is None or not _cap_tokens:
         return
     while len(blocks) >= len(manager.kv_args.aux_data_ptrs):
@@ -399,8 +407,8 @@ def reshape_mooncake_aux(
     block = shape_tail_block(
         manager,
         peer,
-        slot=slot,
-        peer_slot=peer_slot,
+        slot=slots[0],
+        peer_slot=slots[1],
         peer_ptrs=peer_ptrs,
     )
     if block is not None:
