@@ -16,6 +16,7 @@ run. Exit code 1 if any control does not bite.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import queue
 import re
@@ -42,6 +43,17 @@ from dspark_pd.plan import Plan, make_plan  # noqa: E402
 from dspark_pd.target import Target, find_target  # noqa: E402
 
 TEST_TIMEOUT_S = 240
+# Most of a test's time is imports that do not depend on the tree.
+PRELOADED = ["torch", "torchvision", "transformers", "triton", "openai", "datasets"]
+PRELOADED += [
+    "fastapi",
+    "aiohttp",
+    "IPython",
+    "xgrammar",
+    "compressed_tensors",
+    "pytest",
+]
+CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class Outcome:
 
 def main() -> int:
     options = parse_arguments()
+    CONTEXT.set_forkserver_preload(PRELOADED)
     patch_set = load_patch_set()
     with tempfile.TemporaryDirectory(prefix="negative-controls-") as scratch:
         stock = options.sglang or download_stock(Path(scratch))
@@ -155,8 +168,8 @@ def control(patch_set: PatchSet, hunk: Hunk, stock: Path, tree: Path) -> Outcome
         return Outcome(hunk, "e2e: not run here", 0.0)
     start = time.monotonic()
     with without(patch_set, hunk, stock, tree):
-        result = run_test(proof, tree)
-    return Outcome(hunk, verdict_of(result), time.monotonic() - start, result.stdout)
+        code, output = run_test(proof, tree)
+    return Outcome(hunk, verdict_of(code, output), time.monotonic() - start, output)
 
 
 @contextmanager
@@ -192,23 +205,36 @@ def write_source(path: Path, data: bytes) -> None:
         cached.unlink()
 
 
-def run_test(proof: str, tree: Path) -> subprocess.CompletedProcess[str]:
-    python_path = f"{tree}{os.pathsep}{ROOT / 'python'}"
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", proof],
-        cwd=ROOT,
-        text=True,
-        timeout=TEST_TIMEOUT_S,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": python_path},
-    )
+def run_test(proof: str, tree: Path) -> tuple[int, str]:
+    """Run one test on ``tree`` in a fresh fork; return pytest's exit code and output."""
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        process = CONTEXT.Process(target=in_fork, args=(proof, str(tree), log.name))
+        process.start()
+        process.join(TEST_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        code = process.exitcode
+        return -1 if code is None else code, Path(log.name).read_text()
 
 
-def verdict_of(result: subprocess.CompletedProcess[str]) -> str:
-    if result.returncode == 0:
+def in_fork(proof: str, tree: str, log: str) -> None:
+    """Child: everything but SGLang is imported already, so import that from ``tree``."""
+    output = os.open(log, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    sys.path[:0] = [tree, str(ROOT / "python")]
+    sys.dont_write_bytecode = True
+    import pytest
+
+    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", proof]))
+
+
+def verdict_of(code: int, output: str) -> str:
+    if code == 0:
         return "no bite"
-    if result.returncode == 1 and re.search(r"\b[1-9]\d* failed", result.stdout):
+    if code == 1 and re.search(r"\b[1-9]\d* failed", output):
         return "bites"
     return "broken"
 
