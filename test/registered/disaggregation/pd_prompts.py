@@ -7,6 +7,7 @@ answers are computed once per session, on engines that are stopped again afterwa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dspark_pd.bed import MODELS, Bed, Client, EngineSpec, Reply
@@ -31,6 +32,17 @@ def _mixed() -> list[Prompt]:
     ]
 
 
+def _sliding_radix() -> list[Prompt]:
+    """Three prompts, and one that the third is the beginning of."""
+    prompts = make_prompts(3, seed=94, key_len=(10, 18), prompt_tokens=(140, 180))
+    last = prompts[-1]
+    begun = replace(last, ids=last.ids[:-60], text=last.text[:-60])
+    return [*prompts[:2], begun, last]
+
+
+#: Keys that a draft with a window of 32 can copy: the whole period fits in it.
+_SLIDING_KEY = (10, 23)
+
 PROMPT_SETS: Mapping[str, Sequence[Prompt]] = {
     "short": make_prompts(6, seed=11, key_len=(20, 39), prompt_tokens=(50, 60)),
     "mixed": _mixed(),
@@ -38,6 +50,17 @@ PROMPT_SETS: Mapping[str, Sequence[Prompt]] = {
     "radix": make_prompts(3, seed=41, prompt_tokens=(100, 140)),
     "chat": make_prompts(2, seed=51, prompt_tokens=(64, 96)),
     "pages": make_prompts(2, seed=61, prompt_tokens=(4 * PAGE + 8, 5 * PAGE - 8)),
+    # For the draft that sees 31 tokens: shorter than that, around it, far beyond it.
+    "sliding-short": make_prompts(4, seed=91, key_len=(6, 9), prompt_tokens=(14, 24)),
+    "sliding": make_prompts(6, seed=92, key_len=_SLIDING_KEY, prompt_tokens=(20, 60)),
+    "sliding-long": make_prompts(
+        4, seed=93, key_len=_SLIDING_KEY, prompt_tokens=(3 * CHUNK + 8, 5 * CHUNK)
+    ),
+    "sliding-radix": _sliding_radix(),
+    # Enough tokens at once that a small decode pool must retract some requests.
+    "sliding-beyond": make_prompts(
+        10, seed=95, key_len=(10, 14), prompt_tokens=(60, 90), max_new_tokens=90
+    ),
     # Longer than one key period: decode feeds on KV that it wrote itself.
     "beyond": make_prompts(3, seed=71, key_len=(10, 14), max_new_tokens=60),
 }

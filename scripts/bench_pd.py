@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""What the handoff costs: ratios of engines measured side by side in one run.
+
+    scripts/bench_pd.py [--rounds N] [--stock DIR] [--json FILE]
+
+- prefill throughput with capture / without: two prefill engines, the same prompts, one
+  new token each, in turn; the ratio of the medians (aim: 0.98 or more)
+- bytes moved / formula: what NIXL posted against KV, metadata and the rows that exist
+  (aim: 1.02 or less)
+- decode step time with the set / stock: needs DIR, a folder that holds an SGLang with
+  the CPU platform's hunk only; one decode engine of each, in turn
+
+Ratios only: absolute times of the CPU reference platform say nothing about a GPU, and
+a busy machine makes them worthless. Run it on an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from dspark_pd.bed import MODELS, Bed, Client, Engine, EngineSpec  # noqa: E402
+from dspark_pd.bed.models import check_checkpoint  # noqa: E402
+from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
+
+TAIL = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
+CAPTURE = {**TAIL, "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
+DRAFT_CONFIG = {"speculative-draft-model-path": str(MODELS.draft_swa)}
+# Fixed metadata of one request, and the header in front of its rows.
+METADATA_BYTES, HEADER_BYTES = 1600, 64
+PREFILL_PROMPTS = make_prompts(12, seed=5, key_len=(10, 23), prompt_tokens=(480, 512))
+DECODE_PROMPTS = make_prompts(
+    8, seed=6, key_len=(10, 23), prompt_tokens=(60, 90), max_new_tokens=96
+)
+
+
+def moved_formula(prompts: list[Prompt]) -> int:
+    """Bytes that must travel for these prompts to one decode rank."""
+    target = check_checkpoint(MODELS.target, "target")
+    draft = check_checkpoint(MODELS.draft_swa, "draft")
+    heads = target["num_key_value_heads"] * target["head_dim"]
+    per_token = target["num_hidden_layers"] * 2 * heads * 4
+    layers = len(draft["dflash_config"]["target_layer_ids"])
+    per_row = layers * target["hidden_size"] * 4
+    window = draft["sliding_window"] - 1
+    return sum(
+        len(p.ids) * per_token
+        + min(len(p.ids), window) * per_row
+        + HEADER_BYTES
+        + METADATA_BYTES
+        for p in prompts
+    )
+
+
+def alternate(
+    rounds: int, first: Callable[[], float], second: Callable[[], float]
+) -> tuple[float, float]:
+    """Medians of two measurements taken in turn, each once before to warm up."""
+    first(), second()
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        for which in order:
+            taken[which].append((first, second)[which]())
+    return statistics.median(taken[0]), statistics.median(taken[1])
+
+
+def prefill_seconds(prefill: Engine, decode: Engine) -> Callable[[], float]:
+    """Time of one pass of long prompts, nothing cached, one new token each."""
+    client = Client.direct(prefill, decode)
+
+    def run() -> float:
+        prefill.flush_cache()
+        began = time.monotonic()
+        client.generate([p.ids for p in PREFILL_PROMPTS], 1, parallel=4)
+        return time.monotonic() - began
+
+    return run
+
+
+def bench_prefill(bed: Bed, rounds: int) -> dict[str, float]:
+    """Capture against none, and bytes of the capturing prefill against the formula."""
+    capture, plain, decode = bed.start(
+        [
+            EngineSpec(
+                "capture", "prefill", MODELS.target, args=DRAFT_CONFIG, env=CAPTURE
+            ),
+            EngineSpec("plain", "prefill", MODELS.target),
+            EngineSpec(
+                "decode",
+                "decode",
+                MODELS.target,
+                MODELS.draft_swa,
+                env={**TAIL, "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"},
+            ),
+        ]
+    )
+    with_rows, without = alternate(
+        rounds, prefill_seconds(capture, decode), prefill_seconds(plain, decode)
+    )
+    before = capture.bytes_posted()
+    Client.direct(capture, decode).generate([p.ids for p in PREFILL_PROMPTS], 1)
+    moved = capture.bytes_posted() - before
+    bed.stop(capture, plain, decode)
+    return {
+        "prefill_throughput_ratio": without / with_rows,
+        "bytes_moved_ratio": moved / moved_formula(PREFILL_PROMPTS),
+    }
+
+
+def step_seconds(prefill: Engine, decode: Engine) -> Callable[[], float]:
+    """Time per verify pass of a batch that decode serves."""
+    client = Client.direct(prefill, decode)
+
+    def run() -> float:
+        began = time.monotonic()
+        replies = client.generate(
+            [p.ids for p in DECODE_PROMPTS], [p.max_new_tokens for p in DECODE_PROMPTS]
+        )
+        return (time.monotonic() - began) / max(r.verify_steps for r in replies)
+
+    return run
+
+
+def bench_decode(bed: Bed, rounds: int, stock: Path) -> dict[str, float]:
+    """One decode engine with the set, one without it, the same native prefill."""
+    path = os.pathsep.join(filter(None, [str(stock), os.environ.get("PYTHONPATH")]))
+    model, draft = MODELS.target, MODELS.draft_swa
+    prefill, mine, theirs = bed.start(
+        [
+            EngineSpec("native", "prefill", model, draft, env={"PYTHONPATH": path}),
+            EngineSpec("set", "decode", model, draft),
+            EngineSpec("stock", "decode", model, draft, env={"PYTHONPATH": path}),
+        ]
+    )
+    with_set, without = alternate(
+        rounds, step_seconds(prefill, mine), step_seconds(prefill, theirs)
+    )
+    bed.stop(prefill, mine, theirs)
+    return {"decode_step_ratio": with_set / without}
+
+
+def main() -> int:
+    """Measure, print one line per ratio, write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--stock", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with Bed("bench-pd") as bed:
+        ratios = bench_prefill(bed, options.rounds)
+        if options.stock:
+            ratios |= bench_decode(bed, options.rounds, options.stock)
+    for name, ratio in ratios.items():
+        print(f"{name:28} {ratio:.3f}")
+    if options.json:
+        options.json.write_text(json.dumps({"schema": 1, **ratios}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Measure accept length by tail length and prompt length.
+
+    scripts/bench_tail.py [--tails 1,4,8,16,31,64] [--json FILE] [--chart FILE]
+
+A tail covers an all-sliding draft completely and a full-attention draft in part. This
+starts one prefill and one decode engine for each tail length and draft, sends prompts
+of several lengths and prints accept length next to that of unified serving. Output is
+lossless throughout; the script stops if a token differs. `--chart` writes the numbers as
+a Mermaid chart for the docs.
+
+Needs the patched SGLang of this interpreter, the CPU reference platform and the tiny
+models. About one minute for each pair of engines on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from dspark_pd.bed import MODELS, Bed, Client, EngineSpec, Reply  # noqa: E402
+from dspark_pd.bed.models import check_checkpoint  # noqa: E402
+from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
+
+PROMPT_TOKENS = ((24, 32), (56, 64), (120, 128), (248, 256))
+DRAFTS = {"sliding": MODELS.draft_swa, "full": MODELS.draft_full}
+REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement; `tail` None is unified serving."""
+
+    draft: str
+    tail: int | None
+    prompt_tokens: str
+    accept_length: float
+    verify_steps: int
+
+
+def prompt_sets() -> dict[str, list[Prompt]]:
+    """The same prompts for every engine, keys short enough for the sliding draft."""
+    return {
+        f"{low}-{high}": make_prompts(
+            REQUESTS, seed=low, key_len=(8, 18), prompt_tokens=(low, high)
+        )
+        for low, high in PROMPT_TOKENS
+    }
+
+
+def ask(client: Client, prompts: list[Prompt]) -> list[Reply]:
+    """Greedy answers, one key period each."""
+    return client.generate(
+        [p.ids for p in prompts], [p.max_new_tokens for p in prompts]
+    )
+
+
+def summary(draft: str, tail: int | None, name: str, replies: list[Reply]) -> Point:
+    """Accept length over all requests of one prompt length."""
+    steps = sum(reply.verify_steps for reply in replies)
+    tokens = sum(reply.completion_tokens for reply in replies)
+    return Point(draft, tail, name, round(tokens / steps, 3), steps)
+
+
+def pair_specs(draft: str, tail: int) -> list[EngineSpec]:
+    """Prefill and decode that agree on `tail` rows, partial context allowed."""
+    config = check_checkpoint(DRAFTS[draft], "draft")
+    layers = config["dflash_config"]["target_layer_ids"]
+    both = {
+        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": str(tail),
+        "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "1",
+    }
+    capture = {
+        **both,
+        "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1",
+        "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": ",".join(map(str, layers)),
+    }
+    return [
+        EngineSpec(f"{draft}-{tail}-p", "prefill", MODELS.target, env=capture),
+        EngineSpec(
+            f"{draft}-{tail}-d", "decode", MODELS.target, DRAFTS[draft], env=both
+        ),
+    ]
+
+
+def measure(bed: Bed, draft: str, tails: list[int]) -> list[Point]:
+    """All points of one draft; stops with an error when an output differs."""
+    sets = prompt_sets()
+    (unified,) = bed.start(
+        [EngineSpec(f"unified-{draft}", "unified", MODELS.target, DRAFTS[draft])]
+    )
+    answers = {name: ask(Client.unified(unified), p) for name, p in sets.items()}
+    bed.stop(unified)
+    points = [summary(draft, None, name, r) for name, r in answers.items()]
+    for tail in tails:
+        engines = bed.start(pair_specs(draft, tail))
+        for name, prompts in sets.items():
+            replies = ask(Client.direct(*engines), prompts)
+            if [r.output_ids for r in replies] != [r.output_ids for r in answers[name]]:
+                raise SystemExit(f"output differs: draft {draft}, tail {tail}, {name}")
+            points.append(summary(draft, tail, name, replies))
+        bed.stop(*engines)
+    return points
+
+
+def table(points: list[Point]) -> str:
+    """One row per draft and tail, one column per prompt length."""
+    names = list(dict.fromkeys(point.prompt_tokens for point in points))
+    head = ["draft", "tail"] + [f"prompt {name}" for name in names]
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    rows: dict[tuple, dict[str, float]] = {}
+    for point in points:
+        rows.setdefault((point.draft, point.tail), {})[point.prompt_tokens] = (
+            point.accept_length
+        )
+    for (draft, tail), values in rows.items():
+        label = "unified" if tail is None else str(tail)
+        cells = [draft, label] + [f"{values[name]:.2f}" for name in names]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def chart(points: list[Point], draft: str) -> str:
+    """A Mermaid line per prompt length: accept length over tail length."""
+    tails = [t for t in dict.fromkeys(p.tail for p in points if p.draft == draft) if t]
+    names = list(dict.fromkeys(p.prompt_tokens for p in points))
+    lines = [
+        "```mermaid",
+        "xychart-beta",
+        f'    title "Accept length, {draft} draft, prompts of {", ".join(names)} tokens"',
+        f'    x-axis "tail rows" [{", ".join(map(str, tails))}]',
+        '    y-axis "accept length" 1 --> 5',
+    ]
+    for name in names:
+        found = {
+            p.tail: p.accept_length
+            for p in points
+            if p.draft == draft and p.prompt_tokens == name
+        }
+        lines.append(f"    line [{', '.join(f'{found[t]:.2f}' for t in tails)}]")
+    return "\n".join([*lines, "```"])
+
+
+def main() -> int:
+    """Measure, print the table, write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tails", default="1,4,8,16,31,64")
+    parser.add_argument("--drafts", default="sliding,full")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--chart", type=Path)
+    options = parser.parse_args()
+    tails = [int(item) for item in options.tails.split(",")]
+    points: list[Point] = []
+    with Bed("bench-tail") as bed:
+        for draft in options.drafts.split(","):
+            points += measure(bed, draft, tails)
+    print(table(points))
+    if options.json:
+        rows = [point.__dict__ for point in points]
+        options.json.write_text(json.dumps({"schema": 1, "points": rows}, indent=1))
+    if options.chart:
+        charts = [chart(points, draft) for draft in options.drafts.split(",")]
+        options.chart.write_text("\n\n".join(charts) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

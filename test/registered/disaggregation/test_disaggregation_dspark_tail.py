@@ -1,0 +1,400 @@
+"""A prefill without a draft hands over hidden rows; DSPARK decodes from them.
+
+Claims are made against unified serving with the same draft: same tokens, the same
+number of verify passes for each request, and draft KV equal to what a prefill with a
+draft would have sent. The full-attention draft is the negative control: a tail cannot
+cover it, and it shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pd_parity import (
+    assert_both_paths_ran,
+    assert_parity,
+    assert_same_output,
+    largest_batch,
+    verify_vector,
+)
+from pd_prompts import CHUNK, PROMPT_SETS, References, send
+
+from dspark_pd.bed import (
+    MODELS,
+    Bed,
+    BedError,
+    Client,
+    Engine,
+    EngineSpec,
+    Reply,
+    RouterSpec,
+    web,
+)
+from dspark_pd.bed.models import check_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+SETS = ("sliding", "sliding-short", "sliding-long")
+CAPTURE = {
+    "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1",
+    "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1",
+}
+EXPECT = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
+PROBE = Path(__file__).parent / "draft_pool_probe"
+# Metadata of one request beside the tail, and the tail's own header.
+METADATA_BYTES, HEADER_BYTES = 1600, 64
+
+
+def prefill_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec:
+    """A prefill that captures; the draft's config tells it layers and window."""
+    options.setdefault("chunked_prefill", CHUNK)
+    args = {"speculative-draft-model-path": str(MODELS.draft_swa)}
+    return EngineSpec(
+        name, "prefill", MODELS.target, args=args, env=env or CAPTURE, **options
+    )
+
+
+def decode_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec:
+    draft = options.pop("draft", MODELS.draft_swa)
+    return EngineSpec(
+        name, "decode", MODELS.target, draft, env=env or EXPECT, **options
+    )
+
+
+def window() -> int:
+    """Rows that the sliding draft reads before its first drafted position."""
+    return check_checkpoint(MODELS.draft_swa, "draft")["sliding_window"] - 1
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One decode and the prefills that hand over to it."""
+
+    decode: Engine
+    pp1: Engine
+    pp2: Engine
+    native: Engine
+    probe: Path
+
+    def client(self, prefill: str) -> Client:
+        return Client.direct(getattr(self, prefill), self.decode)
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    bed: Bed, references: References, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    references.get(SETS[0], MODELS.draft_swa)
+    probe = tmp_path_factory.mktemp("probe")
+    path = os.pathsep.join(filter(None, [str(PROBE), os.environ.get("PYTHONPATH")]))
+    watched = {**EXPECT, "PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
+    engines = bed.start(
+        [
+            decode_spec("tail-d", env=watched),
+            prefill_spec("tail-pp1"),
+            prefill_spec("tail-pp2", pp=2),
+            EngineSpec(
+                "tail-native",
+                "prefill",
+                MODELS.target,
+                MODELS.draft_swa,
+                chunked_prefill=CHUNK,
+            ),
+        ]
+    )
+    yield Fleet(*engines, probe)
+    bed.stop(*engines)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+def test_tail_parity(
+    fleet: Fleet, references: References, prefill: str, name: str
+) -> None:
+    replies = send(fleet.client(prefill), name)
+    assert_parity(replies, name, references, MODELS.draft_swa)
+    if name == "sliding":
+        assert_both_paths_ran(replies)
+
+
+def test_tail_prompts_are_what_they_claim(fleet: Fleet) -> None:
+    """Shorter than the tail, longer than it, and many chunks long."""
+    lengths = {name: [len(p.ids) for p in PROMPT_SETS[name]] for name in SETS}
+    assert max(lengths["sliding-short"]) < window()
+    assert min(lengths["sliding"]) < window() < max(lengths["sliding"])
+    assert min(lengths["sliding-long"]) > 3 * CHUNK
+
+
+def probed(fleet: Fleet, prompt: Sequence[int]) -> dict:
+    import torch
+
+    digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:24]
+    return torch.load(fleet.probe / f"{digest}.pt")
+
+
+@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+def test_tail_draft_rows_equal_native(fleet: Fleet, prefill: str) -> None:
+    """What injection wrote is what a prefill with a draft would have sent."""
+    import torch
+
+    for name in SETS:
+        for prompt in PROMPT_SETS[name]:
+            dumps = {}
+            for source in ("native", prefill):
+                fleet.client(source).generate([prompt.ids], 1)
+                dumps[source] = probed(fleet, prompt.ids)
+            kept = min(len(prompt.ids), window())
+            native, tail = (dumps[s]["rows"][:, -kept:] for s in ("native", prefill))
+            assert dumps[prefill]["end"] == len(prompt.ids)
+            assert native.abs().max() > 0
+            torch.testing.assert_close(tail, native, rtol=0, atol=1e-6)
+
+
+def test_tail_and_native_share_a_decode(fleet: Fleet, references: References) -> None:
+    """Rows of one prefill are never written over the draft KV of another."""
+    answers: dict[str, list[Reply]] = {}
+
+    def run(prefill: str) -> None:
+        answers[prefill] = send(fleet.client(prefill), "sliding")
+
+    threads = [threading.Thread(target=run, args=(p,)) for p in ("native", "pp2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for replies in answers.values():
+        assert_parity(replies, "sliding", references, MODELS.draft_swa)
+    assert len(answers) == 2
+    assert largest_batch(fleet.decode) >= 3
+
+
+@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+def test_tail_prefill_radix(fleet: Fleet, references: References, prefill: str) -> None:
+    """A cached prompt is matched up to its tail, which is computed again."""
+    getattr(fleet, prefill).flush_cache()
+    cold = send(fleet.client(prefill), "sliding-radix", parallel=1)
+    warm = send(fleet.client(prefill), "sliding-radix", parallel=1)
+    for reply in warm:
+        assert reply.cached_tokens == reply.prompt_tokens - window()
+    # The last prompt continues the one before it: a partial hit in the first pass.
+    assert 0 < cold[-1].cached_tokens < cold[-1].prompt_tokens - window()
+    for replies in (cold, warm):
+        assert_parity(replies, "sliding-radix", references, MODELS.draft_swa)
+
+
+def kv_bytes_per_token() -> int:
+    config = check_checkpoint(MODELS.target, "target")
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return config["num_hidden_layers"] * 2 * heads * 4
+
+
+def row_bytes() -> int:
+    draft = check_checkpoint(MODELS.draft_swa, "draft")
+    layers = draft["dflash_config"]["target_layer_ids"]
+    return len(layers) * check_checkpoint(MODELS.target, "target")["hidden_size"] * 4
+
+
+@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+def test_tail_moves_the_rows_that_exist(fleet: Fleet, prefill: str) -> None:
+    engine, stages = getattr(fleet, prefill), {"pp1": 1, "pp2": 2}[prefill]
+    for name in ("sliding", "sliding-short"):
+        lengths = [len(prompt.ids) for prompt in PROMPT_SETS[name]]
+        before = engine.bytes_posted()
+        send(fleet.client(prefill), name)
+        moved = engine.bytes_posted() - before
+        rows = sum(min(length, window()) for length in lengths)
+        formula = sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
+        formula += len(lengths) * (HEADER_BYTES + stages * METADATA_BYTES)
+        assert moved / formula <= 1.02
+        assert moved >= sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
+
+
+def test_tail_through_the_router(
+    bed: Bed, fleet: Fleet, references: References
+) -> None:
+    spec = RouterSpec("tail-router", [fleet.pp1, fleet.pp2], [fleet.decode])
+    router = bed.start_router(spec)
+    try:
+        replies = send(Client.router(router), "sliding")
+        assert_parity(replies, "sliding", references, MODELS.draft_swa)
+    finally:
+        bed.stop(router)
+
+
+def abort(engine: Engine, rid: str) -> None:
+    web.call(f"{engine.url}/abort_request", {"rid": rid}, 20)
+
+
+@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+def test_tail_survives_aborts(
+    fleet: Fleet, references: References, prefill: str
+) -> None:
+    """Aborted on either engine at any stage; slots and rows stay the others' own."""
+    rng = random.Random(7)
+    source = getattr(fleet, prefill)
+    prompts = PROMPT_SETS["sliding-long"]
+
+    def one(number: int) -> None:
+        rid, delay = f"{prefill}-{number}", rng.random() * 0.5
+        body = {
+            "rid": rid,
+            "input_ids": list(prompts[number % len(prompts)].ids),
+            "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+            "bootstrap_host": source.host,
+            "bootstrap_port": source.bootstrap_port,
+            "bootstrap_room": rng.getrandbits(62),
+        }
+        posts = [
+            threading.Thread(target=quietly, args=(engine, body))
+            for engine in (source, fleet.decode)
+        ]
+        for post in posts:
+            post.start()
+        time.sleep(delay)
+        for engine in (fleet.decode, source):
+            abort(engine, rid)
+        for post in posts:
+            post.join(60)
+            assert not post.is_alive()
+
+    workers = [threading.Thread(target=one, args=(n,)) for n in range(24)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(90)
+        assert not worker.is_alive()
+    for name in SETS:
+        replies = send(fleet.client(prefill), name)
+        assert_parity(replies, name, references, MODELS.draft_swa)
+
+
+def quietly(engine: Engine, body: dict) -> None:
+    try:
+        web.call(f"{engine.url}/generate", body, 60)
+    except BedError:
+        pass  # An aborted request may be answered with an error.
+
+
+def test_tail_engines_are_healthy(bed: Bed, fleet: Fleet) -> None:
+    bed.assert_healthy()
+    for engine in (fleet.decode, fleet.pp1, fleet.pp2, fleet.native):
+        assert "Traceback" not in engine.log_text()
+    assert "were not captured" not in fleet.pp1.log_text() + fleet.pp2.log_text()
+
+
+@pytest.fixture(scope="module")
+def paged_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
+    """Pages of 16, pipelined prefill, decode radix cache, no overlap on decode."""
+    args = {"disaggregation-decode-enable-radix-cache": True}
+    engines = bed.start(
+        [
+            prefill_spec("tail-p16", pp=2, page_size=16),
+            decode_spec("tail-d16", page_size=16, overlap=False, args=args),
+        ]
+    )
+    yield Client.direct(*engines)
+    bed.stop(*engines)
+
+
+@pytest.mark.parametrize("name", [*SETS, "sliding-radix"])
+def test_tail_pages_and_decode_radix(
+    paged_client: Client, references: References, name: str
+) -> None:
+    for _ in range(2):
+        replies = send(paged_client, name)
+        assert_parity(replies, name, references, MODELS.draft_swa)
+    if name == "sliding-radix":
+        assert all(reply.cached_tokens for reply in replies)
+
+
+@pytest.fixture(scope="module")
+def wide_pair(bed: Bed, fleet: Fleet) -> Iterator[list[Engine]]:
+    """TP 2 on both engines, pages of 64, and a decode pool that forces retraction."""
+    args = {"max-total-tokens": 1024, "num-reserved-decode-tokens": 8}
+    engines = bed.start(
+        [
+            prefill_spec("tail-tp2", tp=2, page_size=64),
+            decode_spec("tail-d64", tp=2, page_size=64, args=args),
+        ]
+    )
+    yield engines
+    bed.stop(*engines)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_tail_tp2(wide_pair: list[Engine], references: References, name: str) -> None:
+    replies = send(Client.direct(*wide_pair), name)
+    assert_parity(replies, name, references, MODELS.draft_swa)
+
+
+def test_tail_survives_retraction(
+    wide_pair: list[Engine], references: References
+) -> None:
+    """A retracted request resumes with the draft KV it had."""
+    name = "sliding-beyond"
+    decode = wide_pair[1]
+    at = len(decode.log_text())
+    replies = send(Client.direct(*wide_pair), name, parallel=16)
+    assert "retracted" in decode.log_text()[at:].lower()
+    assert_parity(replies, name, references, MODELS.draft_swa)
+
+
+PARTIAL = {
+    "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "8",
+    "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def partial_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
+    """A full-attention draft with eight rows of context, asked for by name."""
+    layers = check_checkpoint(MODELS.draft_full, "draft")["dflash_config"]
+    ids = ",".join(str(i) for i in layers["target_layer_ids"])
+    capture = {
+        **CAPTURE,
+        **PARTIAL,
+        "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": ids,
+    }
+    prefill = EngineSpec("tail-partial-p", "prefill", MODELS.target, env=capture)
+    decode = decode_spec("tail-partial-d", draft=MODELS.draft_full, env=PARTIAL)
+    engines = bed.start([prefill, decode])
+    yield Client.direct(*engines)
+    bed.stop(*engines)
+
+
+def test_tail_of_a_full_attention_draft_shows(
+    partial_client: Client, references: References
+) -> None:
+    """The negative control: same text, more verify passes, and always the same."""
+    first = send(partial_client, "short")
+    assert_same_output(first, "short", references)
+    assert sum(verify_vector(first)) > sum(verify_vector(references.get("short")))
+    for name in ("mixed", "chunked"):
+        assert_same_output(send(partial_client, name), name, references)
+    alone = send(partial_client, "short", parallel=1)
+    assert verify_vector(alone) == verify_vector(first)
+
+
+def refused(bed: Bed, spec: EngineSpec) -> str:
+    with pytest.raises(BedError) as caught:
+        bed.start([spec])
+    error = caught.value
+    return f"{error}\n{getattr(error, 'log_tail', '')}"
+
+
+def test_tail_refusals_at_start(bed: Bed) -> None:
+    """The message must reach whoever starts the engine."""
+    uncovered = decode_spec("tail-bad-d", draft=MODELS.draft_full, env={
+        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "8"
+    })  # fmt: skip
+    assert "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT=1" in refused(bed, uncovered)
+    misplaced = EngineSpec("tail-bad-u", "unified", MODELS.target, env=CAPTURE)
+    assert "only prefill has rows to hand over" in refused(bed, misplaced)
