@@ -120,7 +120,10 @@ class Pair:
         """The tail covers less context than the draft reads."""
         if not self.tail:
             return False
-        need = look_up(self.decode, "dspark.window_need")
+        dspark = self.decode.get("dspark") or {}
+        if "window_need" not in dspark:
+            return False
+        need = dspark["window_need"]
         have = look_up(self.prefill, "dspark.tail_tokens")
         # No window: the draft attends to the whole prompt.
         return need is None or (have is not None and have < need)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +23,14 @@ from .peer_agreement_table import (
     ALLOW_COLD_DRAFT,
     ALLOW_PARTIAL_CONTEXT,
     CAPTURE,
+    LAYER_IDS,
     PEER_DRAFT_TOKENS,
     PROTOCOL_VERSION,
     TAIL_TOKENS,
     Description,
 )
 
+DEFAULT_TAIL_TOKENS = 8
 _TRUE = frozenset({"1", "true", "yes", "y"})
 _BUNDLED_DRAFT_FIELDS = ("dspark_block_size", "dspark_target_layer_ids")
 # What gives a draft its meaning; two drafts that agree here can read each other's KV.
@@ -91,6 +94,8 @@ def describe(
     }
     if algorithm == "DSPARK":
         description.update(describe_draft(args, draft_config))
+    if description["mode"] == "tail":
+        description["dspark"] = describe_tail(role, draft_config, environ)
     return {key: value for key, value in description.items() if value is not None} | {
         "algorithm": algorithm
     }
@@ -158,6 +163,39 @@ def describe_draft(
         described["draft"] = summarize(config, _DRAFT_FIELDS)
         described["draft_heads"] = kv_heads(config)
     return described
+
+
+def describe_tail(
+    role: str, draft_config: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """What flags and environment say of a tail; the running engine knows more.
+
+    `window_need` is the number of rows that decode's draft reads before its block:
+    None for a draft that attends to everything, absent when its config is unknown.
+    """
+    dspark: dict[str, Any] = {"mode": "tail"}
+    tokens = int(environ.get(TAIL_TOKENS) or DEFAULT_TAIL_TOKENS)
+    if tokens > 0:  # -1 is "what the window needs", resolved at start
+        dspark["tail_tokens"] = tokens
+    if role == "prefill" and environ.get(LAYER_IDS):
+        dspark["layer_ids"] = _integers(environ[LAYER_IDS])
+    if draft_config:
+        ids = _draft_value(draft_config, _text_config(draft_config), "target_layer_ids")
+        ids = ids or draft_config.get("dspark_target_layer_ids")
+        if ids and "layer_ids" not in dspark:
+            dspark["layer_ids"] = sorted(ids)
+        if role == "decode":
+            dspark["window_need"] = window_need(draft_config)
+    return dspark
+
+
+def window_need(config: Mapping[str, Any]) -> int | None:
+    """Rows before the block that an all-sliding draft reads; None for full attention."""
+    text = _text_config(config)
+    types, window = text.get("layer_types"), text.get("sliding_window")
+    if types and window and set(types) == {"sliding_attention"}:
+        return int(window) - 1
+    return None
 
 
 def summarize(config: Mapping[str, Any], fields) -> str:
@@ -260,6 +298,10 @@ def _draft_value(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -
         if isinstance(place, Mapping) and place.get(key) is not None:
             return place[key]
     return text.get(key, config.get(key))
+
+
+def _integers(text: str) -> list[int]:
+    return sorted(int(part) for part in re.findall(r"-?\d+", text))
 
 
 def _on(environ: Mapping[str, str], name: str) -> bool:

@@ -1,0 +1,58 @@
+"""The engines' own decision table, loaded from the overlay without SGLang.
+
+The table is pure standard library on purpose. Its folder is loaded under a package name
+of our own: the package it belongs to in SGLang needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+from dspark_pd.patch_set import default_overlay
+
+if TYPE_CHECKING:
+    from dspark_pd.doctor_inputs import Engine
+
+REFUSE = "refuse"
+WARN = "warn"
+NOTE = "note"
+
+_PACKAGE = "dspark_pd_agreement"
+_FOLDER = "srt/disaggregation/common"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing to know about a pair of engines."""
+
+    code: str
+    severity: str
+    message: str
+    consequence: str
+    fix: str
+
+    def as_dict(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+
+def load(module: str) -> Any:
+    """A pure module of the agreement, by name, from this tool's overlay."""
+    folder = default_overlay() / _FOLDER
+    if _PACKAGE not in sys.modules:
+        package = types.ModuleType(_PACKAGE)
+        package.__path__ = [str(folder)]
+        sys.modules[_PACKAGE] = package
+    return importlib.import_module(f"{_PACKAGE}.{module}")
+
+
+def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
+    """What the engines would say of each other."""
+    rules = load("peer_agreement_rules")
+    verdicts = rules.decide(decode.description, prefill.description)
+    return [
+        Finding(v.code, v.severity, v.message, v.consequence, v.fix) for v in verdicts
+    ]

@@ -1,0 +1,280 @@
+"""Checks of the doctor beyond the agreement: what one engine, or the pair, cannot do.
+
+Each row is data like the agreement's: a code, a severity, when it applies and three
+sentences. The agreement compares what both engines say at run time; these rows read
+flags, so that a refusal at start, a silent loss or a missing variable shows before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dspark_pd.doctor_agreement import NOTE, REFUSE, WARN, Finding
+from dspark_pd.doctor_inputs import Engine
+
+CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"
+LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
+HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+# Target architectures whose pipeline stages hand captured rows on.
+STAGED_CAPTURE = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "LlamaForCausalLM",
+    "KimiLinearForCausalLM",
+    "KimiK3ForConditionalGeneration",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row; `applies` gets (prefill, decode)."""
+
+    code: str
+    severity: str
+    applies: Callable[[Engine, Engine], Any]
+    message: str
+    consequence: str
+    fix: str
+
+
+def _drafts(engine: Engine) -> bool:
+    return engine.args.get("speculative_algorithm") == "DSPARK"
+
+
+def _mode(engine: Engine) -> str:
+    return str(engine.description.get("mode", "none"))
+
+
+def _role_is(engine: Engine, role: str) -> bool:
+    return engine.args.get("disaggregation_mode") in (role, None)
+
+
+def _differ(name: str) -> Callable[[Engine, Engine], bool]:
+    def check(prefill: Engine, decode: Engine) -> bool:
+        values = (prefill.args.get(name), decode.args.get(name))
+        return bool(prefill.args) and bool(decode.args) and values[0] != values[1]
+
+    return check
+
+
+def _both_known_and_differ(name: str) -> Callable[[Engine, Engine], bool]:
+    differ = _differ(name)
+    return lambda p, d: (
+        None not in (p.args.get(name), d.args.get(name)) and differ(p, d)
+    )
+
+
+def _stages(engine: Engine) -> int:
+    return int(engine.args.get("pp_size") or 1)
+
+
+def _architecture(engine: Engine) -> str | None:
+    names = (engine.target_config or {}).get("architectures")
+    return str(names[0]) if names else None
+
+
+def _lacks_layer_ids(prefill: Engine, _: Engine) -> bool:
+    config = prefill.target_config or {}
+    return (
+        _mode(prefill) == "tail"
+        and not prefill.env(LAYER_IDS)
+        and bool(config)
+        and config.get("dspark_target_layer_ids") is None
+        and not prefill.has("speculative_draft_model_path")
+    )
+
+
+def _stages_cannot_capture(prefill: Engine, _: Engine) -> bool:
+    name = _architecture(prefill)
+    drafts = _mode(prefill) in ("native", "tail")
+    return _stages(prefill) > 1 and drafts and name not in (None, *STAGED_CAPTURE)
+
+
+def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
+    return (
+        prefill.args.get("hicache_storage_backend") == "file"
+        and prefill.environ is not None
+        and not prefill.env(HICACHE_FOLDER)
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "DOC-ROLE",
+        REFUSE,
+        lambda p, d: not (_role_is(p, "prefill") and _role_is(d, "decode")),
+        "the engine given as --prefill or --decode runs in another role",
+        "requests would find no peer",
+        "swap the two, or start them with --disaggregation-mode prefill and decode",
+    ),
+    Check(
+        "DOC-RELEASE",
+        WARN,
+        lambda p, d: p.release and d.release and p.release != d.release,
+        "the engines run different releases of SGLang",
+        "the transfer protocol is kept compatible within a release only",
+        "run the same release on both",
+    ),
+    Check(
+        "DOC-ALLOCATION",
+        REFUSE,
+        _differ("disaggregation_decode_allocation_policy"),
+        "the engines allocate decode memory at different points",
+        "each request is refused by decode",
+        "give both the same --disaggregation-decode-allocation-policy",
+    ),
+    Check(
+        "DOC-CHECKSUM",
+        REFUSE,
+        lambda p, d: (
+            p.has("disaggregation_enable_kv_checksum")
+            != d.has("disaggregation_enable_kv_checksum")
+            and p.args
+            and d.args
+        ),
+        "the KV checksum is enabled on one engine only",
+        "metadata buffers pair by position and no longer line up",
+        "give --disaggregation-enable-kv-checksum to both or to none",
+    ),
+    Check(
+        "DOC-DTYPE",
+        REFUSE,
+        _both_known_and_differ("dtype"),
+        "the engines compute in different dtypes",
+        "KV (and hidden rows) of one cannot be read by the other",
+        "give both the same --dtype",
+    ),
+    Check(
+        "DOC-DECODE-STAGES",
+        REFUSE,
+        lambda p, d: _drafts(d) and _stages(d) > 1,
+        "decode runs DSPARK with pipeline stages",
+        "SGLang refuses to start it",
+        "run decode with --pp-size 1; prefill may keep its stages",
+    ),
+    Check(
+        "DOC-STAGED-CAPTURE",
+        REFUSE,
+        _stages_cannot_capture,
+        "prefill's model does not hand captured rows from stage to stage",
+        "prefill fails at start or at its first batch",
+        "run prefill with --pp-size 1, or use one of: " + ", ".join(STAGED_CAPTURE),
+    ),
+    Check(
+        "DOC-LAYER-IDS",
+        REFUSE,
+        _lacks_layer_ids,
+        "prefill captures hidden rows but nothing says of which layers",
+        "prefill refuses to start",
+        f"set {LAYER_IDS} to the layer ids of decode's draft, or give prefill "
+        "--speculative-draft-model-path (no weights are loaded)",
+    ),
+    Check(
+        "DOC-DP-LM-HEAD",
+        REFUSE,
+        lambda p, d: any(
+            _drafts(e)
+            and e.has("enable_dp_attention")
+            and not e.has("enable_dp_lm_head")
+            for e in (p, d)
+        ),
+        "an engine runs DSPARK with data-parallel attention and without its LM head",
+        "SGLang refuses to start it",
+        "add --enable-dp-lm-head",
+    ),
+    Check(
+        "DOC-CP-CAPTURE",
+        REFUSE,
+        lambda p, d: _mode(p) == "tail" and int(p.args.get("attn_cp_size") or 1) > 1,
+        "prefill captures hidden rows under context parallelism",
+        "rows are spread over ranks; prefill refuses to start",
+        "run prefill without context parallelism",
+    ),
+    Check(
+        "DOC-DECODE-HICACHE",
+        REFUSE,
+        lambda p, d: _mode(p) == "tail" and d.has("enable_hierarchical_cache"),
+        "decode has a hierarchical cache and takes a tail",
+        "a prefix restored from host memory has no draft KV",
+        "disable --enable-hierarchical-cache on decode, or run DSPARK on prefill",
+    ),
+    Check(
+        "DOC-DECODE-HISPARSE",
+        REFUSE,
+        lambda p, d: _drafts(d) and d.has("enable_hisparse"),
+        "decode runs DSPARK with HiSparse",
+        "its staged batches cannot carry DSPARK's draft input",
+        "run decode without --enable-hisparse",
+    ),
+    Check(
+        "DOC-DECODE-RADIX",
+        WARN,
+        lambda p, d: (
+            _mode(p) == "tail" and d.has("disaggregation_decode_enable_radix_cache")
+        ),
+        "decode reuses prefixes and takes a tail",
+        "a reused prefix keeps the draft KV of its first owner, which is its tail only; "
+        "a draft that attends further accepts less",
+        "use an all-sliding draft with a tail as long as its window, or run DSPARK on "
+        "prefill",
+    ),
+    Check(
+        "DOC-TAIL-RADIX",
+        NOTE,
+        lambda p, d: _mode(p) == "tail" and not p.has("disable_radix_cache"),
+        "prefill reuses prefixes and captures a tail",
+        "matches end before the tail, so each hit recomputes that many tokens",
+        "nothing to do",
+    ),
+    Check(
+        "DOC-TAIL-TBO",
+        REFUSE,
+        lambda p, d: _mode(p) == "tail" and p.has("enable_two_batch_overlap"),
+        "prefill captures hidden rows with two-batch overlap",
+        "the rows of the two halves cannot be told apart; prefill refuses to start",
+        "disable --enable-two-batch-overlap on prefill",
+    ),
+    Check(
+        "DOC-HICACHE-FOLDER",
+        WARN,
+        _file_backend_without_folder,
+        "prefill stores KV in files but no folder is set",
+        "all engines of this machine share the default folder",
+        f"set {HICACHE_FOLDER} on prefill",
+    ),
+    Check(
+        "DOC-HICACHE-LAYOUT",
+        REFUSE,
+        lambda p, d: (
+            p.args.get("hicache_mem_layout") == "page_first_direct"
+            and p.args.get("hicache_io_backend") not in (None, "direct")
+        ),
+        "prefill's hierarchical cache has a layout its I/O backend cannot copy",
+        "prefill fails at start or falls back to another layout",
+        "use --hicache-io-backend direct with page_first_direct",
+    ),
+    Check(
+        "DOC-HICACHE-COLD",
+        WARN,
+        lambda p, d: (
+            p.has("enable_hierarchical_cache")
+            and _drafts(d)
+            and not _drafts(p)
+            and _mode(p) == "none"
+        ),
+        "prefill caches target KV only",
+        "prefixes stored now have no draft KV, also after DSPARK is enabled on prefill",
+        "empty the cache when DSPARK is enabled on prefill",
+    ),
+)
+
+
+def engine_findings(prefill: Engine, decode: Engine) -> list[Finding]:
+    """Findings of all rows that apply."""
+    return [
+        Finding(row.code, row.severity, row.message, row.consequence, row.fix)
+        for row in CHECKS
+        if row.applies(prefill, decode)
+    ]

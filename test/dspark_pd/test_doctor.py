@@ -1,0 +1,436 @@
+"""The doctor: what it reads, what it finds, and that it decides as the engines do."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from conftest import Run
+from dspark_pd.doctor import diagnose
+from dspark_pd.doctor_agreement import load
+from dspark_pd.doctor_checks import CHECKS
+from dspark_pd.doctor_inputs import Engine, parse_command, read_engine
+
+pytestmark = pytest.mark.unit
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+}
+DRAFT = {
+    **QWEN,
+    "architectures": ["Qwen3DSparkModel"],
+    "num_hidden_layers": 2,
+    "dflash_config": {"target_layer_ids": [0, 1, 2]},
+}
+SLIDING = {**DRAFT, "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}
+V4 = {
+    **QWEN,
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "compress_ratios": [0, 4, 128],
+    "dspark_block_size": 5,
+    "dspark_target_layer_ids": [0, 1],
+}
+
+
+class Bench:
+    """Writes models and argument files below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def model(self, name: str, config: dict) -> str:
+        path = self.folder / name
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+        return str(path)
+
+    def file(self, name: str, text: str) -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def engine(self, role: str, text: str) -> Engine:
+        return read_engine(role, self.file(f"{role}.sh", text), 1.0)
+
+    def codes(self, prefill: str, decode: str) -> list[str]:
+        pair = self.engine("prefill", prefill), self.engine("decode", decode)
+        return [finding.code for finding in diagnose(*pair)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def command(model: str, role: str, *flags: str, env: str = "") -> str:
+    return (
+        f"{env} sglang serve --model-path {model} --disaggregation-mode {role} "
+        f"--disaggregation-transfer-backend nixl {' '.join(flags)}"
+    )
+
+
+def dspark(bench: Bench, config: dict = DRAFT, name: str = "draft") -> str:
+    path = bench.model(name, config)
+    return f"--speculative-algorithm DSPARK --speculative-draft-model-path {path}"
+
+
+# -- reading ----------------------------------------------------------------------------
+
+
+def test_a_command_as_typed() -> None:
+    text = """
+    # how we start it
+    export SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=32
+    HF_HUB_OFFLINE=1 python -m sglang.launch_server --model-path /m --tp 4 \\
+        --page-size=64 --disable-radix-cache
+      --speculative-draft-model-path '/with space' --list a b
+    """
+    args, environ = parse_command(text)
+    assert args == {
+        "model_path": "/m",
+        "tp_size": 4,
+        "page_size": 64,
+        "disable_radix_cache": True,
+        "speculative_draft_model_path": "/with space",
+        "list": ["a", "b"],
+    }
+    assert environ == {
+        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "32",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def test_json_arguments_with_environment(bench: Bench) -> None:
+    document = {
+        "server_args": {"tp_size": 2, "speculative_algorithm": None},
+        "environ": {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"},
+        "version": "0.5.23",
+    }
+    path = bench.file("args.json", json.dumps(document))
+    engine = read_engine("prefill", path, 1.0)
+    assert engine.description["mode"] == "tail"
+    assert (engine.description["tp"], engine.release) == (2, "0.5.23")
+
+
+@pytest.mark.parametrize("text", ["", "no flags here", '--x "unbalanced', "{broken"])
+def test_a_file_that_says_nothing_is_a_usage_error(
+    bench: Bench, run: Run, text: str
+) -> None:
+    bad = bench.file("bad", text)
+    outcome = run("doctor", "--prefill", bad, "--decode", bad, text=True)
+    assert outcome.code == 2
+    assert "error[U001]" in outcome.err
+
+
+# -- the two deployments ----------------------------------------------------------------
+
+T1 = (
+    "--trust-remote-code --tp 4 --moe-runner-backend flashinfer_mxfp4 "
+    "--swa-full-tokens-ratio 0.1 --speculative-algorithm DSPARK"
+)
+T1_CACHE = (
+    "--enable-hierarchical-cache --hicache-ratio 2 --hicache-size 0 "
+    "--hicache-mem-layout page_first_direct --hicache-io-backend direct "
+    "--hicache-write-policy write_through --hicache-storage-backend file"
+)
+
+
+def test_native_transfer_with_a_bundled_draft_and_hicache(bench: Bench) -> None:
+    model = bench.model("v4", V4)
+    folder = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR=/d"
+    codes = bench.codes(
+        command(model, "prefill", T1, T1_CACHE, env=folder),
+        command(model, "decode", T1, "--cuda-graph-max-bs 64"),
+    )
+    # Made-up models have no weights to compare.
+    assert codes == ["PD-DRAFT-WEIGHTS-UNKNOWN"]
+
+
+def test_draftless_prefill_with_stages(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    capture = (
+        "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1 "
+        "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2 "
+        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
+    )
+    tail = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
+    codes = bench.codes(
+        command(model, "prefill", "--pp-size 2", env=capture),
+        command(model, "decode", dspark(bench, SLIDING), env=tail),
+    )
+    assert codes == ["DOC-TAIL-RADIX"]
+
+
+# -- pairs that would not work ----------------------------------------------------------
+
+
+def test_the_engines_rows_decide(bench: Bench) -> None:
+    model, other = bench.model("qwen", QWEN), {**DRAFT, "num_hidden_layers": 3}
+    for prefill, decode, code in (
+        ("", dspark(bench), "PD-COLD-DRAFT"),
+        (dspark(bench), "", "PD-DRAFT-ONLY-ON-PREFILL"),
+        (dspark(bench), dspark(bench, other, "other"), "PD-DRAFT-GEOMETRY"),
+        ("--page-size 64", "--page-size 1", "PD-PAGE-SIZE"),
+        ("--kv-cache-dtype auto", "--kv-cache-dtype fp8_e4m3", "PD-KV-DTYPE"),
+        ("--tp 2", "--tp 3", "PD-TP"),
+    ):
+        codes = bench.codes(
+            command(model, "prefill", prefill), command(model, "decode", decode)
+        )
+        assert codes[0] == code, (code, codes)
+
+
+def test_a_tail_shorter_than_the_window(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    tail = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=8"
+    capture = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1 "
+    ids = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2 "
+    prefill = command(model, "prefill", env=capture + ids + tail)
+    sliding = command(model, "decode", dspark(bench, SLIDING, "swa"), env=tail)
+    full = command(model, "decode", dspark(bench), env=tail)
+    allowed = command(
+        model,
+        "decode",
+        dspark(bench),
+        env=f"{tail} SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT=1",
+    )
+    assert "PD-TAIL-WINDOW" in bench.codes(prefill, sliding)
+    assert "PD-TAIL-WINDOW" in bench.codes(prefill, full)
+    assert "PD-TAIL-WINDOW-ALLOWED" in bench.codes(prefill, allowed)
+
+
+def test_rings_of_deepseek_v4(bench: Bench) -> None:
+    model = bench.model("v4", V4)
+    tail = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=128"
+    capture = f"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1 {tail}"
+    spec = "--speculative-algorithm DSPARK --speculative-num-draft-tokens 6"
+    decode = command(model, "decode", spec, env=tail)
+    assert "PD-RING" in bench.codes(command(model, "prefill", env=capture), decode)
+    told = f"{capture} SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS=6"
+    assert "PD-RING" not in bench.codes(command(model, "prefill", env=told), decode)
+
+
+CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
+TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
+# code -> (prefill flags, prefill env, decode flags, decode env); {draft} is a DSPARK
+OWN_ROWS = {
+    "DOC-ROLE": ("--disaggregation-mode decode", "", "", ""),
+    "DOC-ALLOCATION": ("", "", "--disaggregation-decode-allocation-policy early", ""),
+    "DOC-CHECKSUM": ("--disaggregation-enable-kv-checksum", "", "", ""),
+    "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
+    "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
+    "DOC-LAYER-IDS": ("", f"{CAPTURE} {TAIL}", "{draft}", TAIL),
+    "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --enable-dp-attention", ""),
+    "DOC-CP-CAPTURE": ("--attn-cp-size 2 --tp 2", CAPTURE, "{draft} --tp 2", TAIL),
+    "DOC-DECODE-HICACHE": ("", CAPTURE, "{draft} --enable-hierarchical-cache", TAIL),
+    "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
+    "DOC-DECODE-RADIX": (
+        "",
+        CAPTURE,
+        "{draft} --disaggregation-decode-enable-radix-cache",
+        TAIL,
+    ),
+    "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
+    "DOC-TAIL-TBO": ("--enable-two-batch-overlap", CAPTURE, "{draft}", TAIL),
+    "DOC-HICACHE-FOLDER": ("--hicache-storage-backend file", "", "", ""),
+    "DOC-HICACHE-LAYOUT": (
+        "--hicache-mem-layout page_first_direct --hicache-io-backend kernel",
+        "",
+        "",
+        "",
+    ),
+    "DOC-HICACHE-COLD": ("--enable-hierarchical-cache", "", "{draft}", ""),
+}
+
+
+@pytest.mark.parametrize("code", OWN_ROWS)
+def test_each_row_of_the_doctors_own(bench: Bench, code: str) -> None:
+    model = bench.model("qwen", QWEN)
+    draft = dspark(bench, SLIDING, "swa")
+    prefill, prefill_env, decode, decode_env = (
+        text.replace("{draft}", draft) for text in OWN_ROWS[code]
+    )
+    codes = bench.codes(
+        command(model, "prefill", prefill, env=prefill_env),
+        command(model, "decode", decode, env=decode_env),
+    )
+    assert code in codes
+    plain = command(model, "prefill"), command(model, "decode")
+    assert code not in bench.codes(*plain)
+
+
+def test_stages_of_a_model_that_hands_no_rows_on(bench: Bench) -> None:
+    model = bench.model("other", {**QWEN, "architectures": ["OtherForCausalLM"]})
+    prefill = command(model, "prefill", dspark(bench), "--pp-size 2")
+    codes = bench.codes(prefill, command(model, "decode", dspark(bench)))
+    assert "DOC-STAGED-CAPTURE" in codes
+
+
+def test_every_own_row_is_tested() -> None:
+    elsewhere = {"DOC-RELEASE", "DOC-STAGED-CAPTURE"}
+    assert {row.code for row in CHECKS} == set(OWN_ROWS) | elsewhere
+
+
+def test_two_releases(bench: Bench) -> None:
+    files = [
+        bench.file(f"{release}.json", json.dumps({"tp_size": 1, "version": release}))
+        for release in ("0.5.22", "0.5.23")
+    ]
+    pair = read_engine("prefill", files[0], 1.0), read_engine("decode", files[1], 1.0)
+    assert "DOC-RELEASE" in [finding.code for finding in diagnose(*pair)]
+
+
+# -- the command ------------------------------------------------------------------------
+
+
+def test_a_good_pair_exits_with_0(bench: Bench, run: Run) -> None:
+    model = bench.model("qwen", QWEN)
+    files = [
+        bench.file(role, command(model, role, "--page-size 64"))
+        for role in ("prefill", "decode")
+    ]
+    outcome = run("doctor", "--prefill", files[0], "--decode", files[1], text=True)
+    assert outcome.code == 0
+    assert "Nothing known speaks against this pair." in outcome.out
+
+
+def test_a_bad_pair_exits_with_1_and_says_what_to_do(bench: Bench, run: Run) -> None:
+    model = bench.model("qwen", QWEN)
+    prefill = bench.file("p", command(model, "prefill"))
+    decode = bench.file("d", command(model, "decode", dspark(bench)))
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode, text=True)
+    assert outcome.code == 1
+    for text in ("will not work  [PD-COLD-DRAFT]", "consequence", "fix"):
+        assert text in outcome.out
+    assert "This pair would not work: 1 reason(s)" in outcome.out
+    assert max(map(len, outcome.out.splitlines()[2:])) <= 88
+
+
+def test_json_has_the_same_findings(bench: Bench, run: Run) -> None:
+    model = bench.model("qwen", QWEN)
+    prefill = bench.file("p", command(model, "prefill"))
+    decode = bench.file("d", command(model, "decode", dspark(bench)))
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
+    assert outcome.code == 1
+    assert outcome.data["would_work"] is False
+    [finding] = outcome.data["findings"]
+    assert finding["code"] == "PD-COLD-DRAFT"
+    assert set(finding) == {"code", "severity", "message", "consequence", "fix"}
+    assert outcome.data["decode"]["description"]["algorithm"] == "DSPARK"
+
+
+def test_neither_torch_nor_sglang_is_imported(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    files = [bench.file(r, command(model, r)) for r in ("prefill", "decode")]
+    code = (
+        "import sys; from dspark_pd.cli import main; "
+        f"main(['doctor', '--prefill', {files[0]!r}, '--decode', {files[1]!r}, '-q']); "
+        "sys.exit(sorted({'torch', 'sglang'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "python")},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_is_the_overlays_own_file() -> None:
+    rules = load("peer_agreement_rules")
+    expected = REPOSITORY / "python/sglang/srt/disaggregation/common"
+    assert Path(rules.__file__).parent == expected
+
+
+# -- running engines --------------------------------------------------------------------
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    """Answers as a prefill engine and as its bootstrap server."""
+
+    answers: ClassVar[dict] = {}
+    header: str | None = None
+
+    def do_GET(self) -> None:
+        known = self.path.partition("?")[0] in self.answers
+        body = json.dumps(self.answers.get(self.path.partition("?")[0])).encode()
+        self.send_response(200 if known else 404)
+        if self.header and self.path.startswith("/route"):
+            self.send_header("X-SGLang-Peer-Description", self.header)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator:
+    servers = []
+
+    def start(args: dict, header: str | None = None) -> str:
+        handler = type("Handler", (_Server,), {"header": header})
+        server = http.server.HTTPServer(("127.0.0.1", 0), handler)
+        args = {"disaggregation_bootstrap_port": server.server_port, **args}
+        handler.answers = {"/server_info": args, "/route": {}}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_running_engines(serve, bench: Bench, run: Run) -> None:
+    args = {
+        "model_path": bench.model("qwen", QWEN),
+        "page_size": 64,
+        "speculative_algorithm": None,
+        "version": "0.5.23",
+    }
+    published = json.dumps({"version": 1, "page_size": 64, "mode": "none"})
+    prefill = serve({**args, "disaggregation_mode": "prefill"}, published)
+    decode = serve({**args, "disaggregation_mode": "decode"})
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode)
+    assert outcome.code == 0, outcome.out
+
+
+def test_what_a_running_prefill_publishes_counts_most(serve, run: Run) -> None:
+    published = json.dumps({"version": 1, "page_size": 1, "mode": "none"})
+    prefill = serve({"page_size": None, "tp_size": 1}, published)
+    decode = serve({"page_size": 64, "tp_size": 1})
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
+    codes = [finding["code"] for finding in outcome.data["findings"]]
+    assert (outcome.code, codes[0]) == (1, "PD-PAGE-SIZE")
+
+
+def test_a_prefill_without_this_agreement_is_named(serve, run: Run) -> None:
+    prefill, decode = serve({"tp_size": 1}), serve({"tp_size": 1})
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
+    assert "DOC-UNPATCHED" in [f["code"] for f in outcome.data["findings"]]
+
+
+def test_an_engine_that_does_not_answer(run: Run) -> None:
+    address = "http://127.0.0.1:9"
+    outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
+    assert outcome.code == 1
+    assert outcome.data["findings"][0]["code"] == "DOC-UNREACHABLE"
