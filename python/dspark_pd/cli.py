@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    from dspark_pd.errors import Refused
+    from dspark_pd.errors import Refused, from_os_error
 
     options = argparse.Namespace(verb=None, json="--json" in given, quiet=False)
     try:
@@ -153,6 +153,8 @@ def _run(given: list[str]) -> int:
         result = _module_of(options.verb).run(options)
     except Refused as refused:
         result = _refusal(refused.problems)
+    except OSError as error:
+        result = _refusal([from_os_error(error)])
     except KeyboardInterrupt:
         print(
             "interrupted; dspark-pd apply or revert goes on from here", file=sys.stderr

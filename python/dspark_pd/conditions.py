@@ -36,7 +36,11 @@ def defines(source: bytes | None, dotted: str) -> bool:
     """Whether ``source`` defines ``dotted``, such as ``Class.method`` or ``NAME``."""
     if source is None:
         return False
-    body: list[ast.stmt] = ast.parse(source).body
+    try:
+        body: list[ast.stmt] = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        # A damaged file defines nothing; what is wrong with it is said elsewhere.
+        return False
     for name in dotted.split("."):
         found = next((node for node in body if _binds(node, name)), None)
         if found is None:

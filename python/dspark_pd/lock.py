@@ -32,6 +32,8 @@ def locked(root: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Nothing waits for this lock, so removing its file strands nobody.
+        (root / _LOCK_FILE).unlink(missing_ok=True)
         os.close(handle)
 
 
@@ -47,6 +49,8 @@ def _open_and_lock(root: Path) -> int:
     handle = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(handle), os.stat(root / _LOCK_FILE)):
+            raise BlockingIOError("the file was replaced by another writer")
     except OSError:
         os.close(handle)
         raise

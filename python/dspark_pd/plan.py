@@ -95,6 +95,11 @@ def _plan_hunks(
     for choice in wanted:
         by_target.setdefault(choice.hunk.target, []).append(choice)
     sources = {path: originals(path) for path in by_target}
+    for path, source in sources.items():
+        problem = encoding_problem(path, source)
+        if problem:
+            plan.problems.append(problem)
+            del by_target[path]
     with ThreadPoolExecutor(_SCANS_AT_ONCE) as pool:
         scans = pool.map(
             lambda path: _scan(path, sources[path], by_target[path]), by_target
@@ -170,6 +175,17 @@ def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Proble
     line = plain[: late.start].count(b"\n") + 1
     fields = {"id": hunk_id, "other": other.hunk_id, "file": path, "line": line}
     return Problem("H303", fields)
+
+
+def encoding_problem(path: str, source: bytes | None) -> Problem | None:
+    """Return H308 if ``source`` cannot be read as ast-grep reads it."""
+    try:
+        (source or b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        detail = f"byte {byte:#x} at offset {error.start}"
+        return Problem("H308", {"file": path, "detail": detail})
+    return None
 
 
 def compile_problem(path: str, source: bytes, hunks: list[str]) -> Problem | None:

@@ -38,8 +38,9 @@ class Seen:
 class Survey:
     """Reads of one target; nothing here writes."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, discard_edits: bool = False) -> None:
         self.target = target
+        self._discard_edits = discard_edits
         self.state = StateFolder(target.root)
         self.ledger: Ledger = self.state.load()
         self._provenance = Provenance(target.root)
@@ -76,12 +77,14 @@ class Survey:
             path: seen.entry
             for path, seen in self.seen.items()
             if seen.condition != "replaced"
-            and not (seen.condition == "missing" and self.updated)
+            and not (self.updated and seen.condition in ("missing", "edited"))
         }
 
     def problems(self) -> list[Problem]:
         """Return E401 or E405 for each file that the record cannot explain."""
-        found = []
+        found: list[Problem] = []
+        if self._discard_edits:
+            return found
         for path, seen in self.seen.items():
             if seen.condition == "edited" and self.updated:
                 found.append(self._left_over(path))
@@ -121,6 +124,9 @@ class Survey:
         if known is None:
             return fsops.read_or_none(self.path(path))
         if known.condition in ("original", "replaced"):
+            return known.current
+        if known.condition == "edited" and self.updated:
+            # The kept original is another release's: nothing better is known.
             return known.current
         if known.entry.before is None or (
             known.condition == "missing" and self.updated

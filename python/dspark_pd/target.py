@@ -81,7 +81,10 @@ def _own_places() -> Iterator[Path]:
 def _named_places(path: Path) -> Iterator[Path]:
     path = path.expanduser()
     if path.is_file():
-        # An interpreter: <venv>/bin/python. Not resolved: it is a link out of the venv.
+        # Only an interpreter, <venv>/bin/python, says where to look. It is not resolved:
+        # it is a link out of the venv.
+        if path.parent.name not in ("bin", "Scripts"):
+            return
         path = path.absolute().parent.parent
     yield from (path, path / "sglang", path / "python" / "sglang")
     yield from _editable_places(path)

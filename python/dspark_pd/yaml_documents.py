@@ -24,7 +24,10 @@ class Document:
 
 def load_documents(path: Path, shown: str) -> list[Document]:
     """Return the documents of ``path``; refuse with S201 under the name ``shown``."""
-    loader = _Loader(path.read_text(encoding="utf-8"))
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        refuse("S201", file=shown, line=1, detail=str(error))
     documents = []
     try:
         while loader.check_node():

@@ -121,6 +121,22 @@ def test_an_edit_after_an_update_is_refused(run: Run, site: Path) -> None:
     assert (outcome.code, outcome.codes) == (5, ["E405"])
 
 
+def test_edits_after_an_update_can_be_left(run: Run, site: Path) -> None:
+    """The kept original is the older release's: it must not go over the newer file."""
+    fake_sglang.install(site, "1.0.0")
+    run("apply", "--target", site)
+    fake_sglang.install(site, "1.1.0")
+    path = site / RELAY
+    path.write_text(path.read_text() + "# mine\n")
+    edited = path.read_bytes()
+    outcome = run("revert", "--target", site, "--discard-edits")
+    assert outcome.code == 0
+    assert f"{path.relative_to(site / 'sglang')} was left" in str(outcome.document)
+    assert path.read_bytes() == edited
+    assert not (site / STATE).exists()
+    assert not (site / "sglang/srt/managers/relay_guard.py").exists()
+
+
 def test_an_upstream_module_of_our_name_is_not_touched(run: Run, site: Path) -> None:
     """A release may bring a module where ours was: revert must leave it there."""
     fake_sglang.install(site, "1.0.0")

@@ -167,6 +167,13 @@ def _unserved_release(bench: Bench) -> Outcome:
     return bench.apply()
 
 
+@scenario("H308")
+def _other_encoding(bench: Bench) -> Outcome:
+    path = bench.site / RELAY
+    path.write_bytes(path.read_bytes() + b"# \xe9\n")
+    return bench.apply()
+
+
 @scenario("E401")
 def _edited(bench: Bench) -> Outcome:
     bench.apply()

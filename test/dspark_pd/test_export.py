@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def git(root: Path, *arguments: str, stdin: bytes | None = None) -> str:
     return done.stdout.decode()
 
 
-def make_checkout(root: Path, release: str = "1.1.0", hooks: str = "") -> Path:
+def make_checkout(
+    root: Path, release: str = "1.1.0", hooks: str = "", navigation: str = ""
+) -> Path:
     for path, text in fake_sglang.files_of(release).items():
         place = root / "python" / "sglang" / path
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +44,9 @@ def make_checkout(root: Path, release: str = "1.1.0", hooks: str = "") -> Path:
     (root / "python/sglang/_version.py").unlink()
     if hooks:
         (root / ".pre-commit-config.yaml").write_text(hooks)
+    if navigation:
+        (root / "docs_new").mkdir()
+        (root / "docs_new/docs.json").write_text(navigation)
     git(root, "init", "-q", "-b", "master")
     git(root, "add", ".")
     git(root, "commit", "-qm", "start")
@@ -117,6 +123,18 @@ def test_the_work_tree_is_left_alone(run: Run, checkout: Path) -> None:
     assert after == before
     shown = git(checkout, "show", "dspark:python/sglang/srt/start.py")
     assert "check_settings(settings)" in shown
+
+
+@pytest.mark.parametrize("comma", [",", ""])
+def test_the_page_is_in_the_navigation(run: Run, tmp_path: Path, comma: str) -> None:
+    neighbour = '"docs/advanced_features/pd_disaggregation"'
+    following = '\n    "docs/other"' if comma else ""
+    text = f'{{"pages": [\n    {neighbour}{comma}{following}\n]}}\n'
+    root = make_checkout(tmp_path / "other", navigation=text)
+    export(run, root, "--out", "dspark")
+    navigation = json.loads(git(root, "show", "dspark:docs_new/docs.json"))
+    assert navigation["pages"][1] == "docs/advanced_features/dspark_pd"
+    assert len(navigation["pages"]) == 2 + bool(comma)
 
 
 def test_new_files_are_formatted(run: Run, checkout: Path) -> None:

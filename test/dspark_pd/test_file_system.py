@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,27 @@ def test_a_second_writer_is_refused(run: Run, site: Path) -> None:
     finally:
         os.close(handle)
     assert run("apply", "--target", site).code == 0
+
+
+def test_a_file_system_that_locks_only_files_is_served(
+    run: Run, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS emulates locks and wants a file that is open for writing."""
+    real = fcntl.flock
+
+    def no_folders(handle: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", no_folders)
+    before = snapshot(site)
+    assert run("apply", "--target", site).code == 0
+    with (site / "sglang/.dspark_pd.lock").open("w") as file:
+        real(file, fcntl.LOCK_EX)
+        assert run("revert", "--target", site).codes == ["F504"]
+    assert run("revert", "--target", site).code == 0
+    assert snapshot(site) == before
 
 
 def test_two_at_once_end_in_one_good_state(run: Run, site: Path) -> None:

@@ -80,6 +80,15 @@ def test_an_install_from_an_archive_is_not_followed(
     assert run("status", "--target", venv).codes == ["T101"]
 
 
+def test_a_packed_wheel_is_no_target(run: Run, tmp_path: Path) -> None:
+    """Its grandparent folder may hold an SGLang that nobody meant."""
+    fake_sglang.install(tmp_path)
+    wheel = tmp_path / "wheels" / "sglang-1.2.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    wheel.write_text("")
+    assert run("apply", "--target", wheel).codes == ["T101"]
+
+
 def test_the_one_of_this_interpreter(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from dspark_pd.plan import Plan
 from dspark_pd.selection import imported, module_name
 
 TESTS: Final = "test/registered/unit"
+NAVIGATION: Final = "docs_new/docs.json"
+_NEIGHBOUR: Final = b"docs/advanced_features/pd_disaggregation"
 USER_PAGE: Final = "docs_new/docs/advanced_features/dspark_pd.mdx"
 
 
@@ -87,7 +90,23 @@ def _hunks_planned(patch_set: PatchSet, file: TestFile, plan: Plan) -> bool:
     return not identities or bool(identities & planned)
 
 
-def docs_of(patch_set: PatchSet) -> dict[str, bytes]:
-    """Return the user page, which the last commit brings."""
+def docs_of(patch_set: PatchSet, navigation: bytes | None) -> dict[str, bytes]:
+    """Return the user page and the navigation with it, for the last commit.
+
+    The page goes after the one on disaggregation; a checkout that has no such entry
+    keeps its navigation.
+    """
     path = patch_set.overlay.parent.parent / USER_PAGE
-    return {USER_PAGE: path.read_bytes()} if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    files = {USER_PAGE: path.read_bytes()}
+    entry = re.search(rb'^( *)"' + _NEIGHBOUR + rb'",?$', navigation or b"", re.M)
+    if navigation and entry:
+        page = USER_PAGE.removeprefix("docs_new/").removesuffix(".mdx").encode()
+        line = entry[1] + b'"' + page + b'"'
+        before = entry[0].rstrip(b",") + b",\n"
+        after = b"," if entry[0].endswith(b",") else b""
+        changed = before + line + after
+        start, end = entry.span()
+        files[NAVIGATION] = navigation[:start] + changed + navigation[end:]
+    return files

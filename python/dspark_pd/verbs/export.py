@@ -9,7 +9,7 @@ from pathlib import Path
 from dspark_pd import fsops
 from dspark_pd.errors import Refused, from_os_error, refuse
 from dspark_pd.export.checkout import Checkout, open_checkout
-from dspark_pd.export.contents import docs_of, tests_of
+from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
 from dspark_pd.export.message import compose, purposes
 from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
@@ -118,7 +118,8 @@ def _commits(
             message = compose(purpose, modules, hunks, tests, formatter.name)
             commits.append(Commit(component, new, message))
     if commits:
-        commits[-1].files.update(docs_of(patch_set))
+        docs = docs_of(patch_set, checkout.read(NAVIGATION))
+        commits[-1].files.update(docs)
     return commits
 
 

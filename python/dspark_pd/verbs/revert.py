@@ -10,8 +10,8 @@ from dspark_pd.lock import locked
 from dspark_pd.plan import PlannedFile
 from dspark_pd.result import Result
 from dspark_pd.state import StateFolder
-from dspark_pd.survey import Survey
-from dspark_pd.target import Target, find_target
+from dspark_pd.survey import Seen, Survey
+from dspark_pd.target import find_target
 from dspark_pd.transaction import remove_leftovers, remove_state_folder
 from dspark_pd.verbs.context import in_order, look_again, named_components, refuse_any
 
@@ -22,11 +22,15 @@ def run(options: Namespace) -> Result:
     """Revert needs no hunks and no known release unless a part stays applied."""
     target = find_target(options.target)
     with locked(target.root):
-        kept = _keep_edits(target) if options.discard_edits else []
-        survey = Survey(target)
-        refuse_any([] if options.discard_edits else survey.problems())
+        survey = Survey(target, options.discard_edits)
+        refuse_any(survey.problems())
+        edited = [s for s in survey.seen.values() if s.condition == "edited"]
+        kept = [] if survey.updated else _keep_edits(survey, edited)
         result = _revert(survey, options)
     result.notes += [f"the edited file is kept as {path}" for path in kept]
+    if survey.updated:
+        # Its original belongs to the release before; putting it back would mix two.
+        result.notes += [f"{seen.path} was left as it is" for seen in edited]
     result.data["kept_edits"] = kept
     return result
 
@@ -71,16 +75,15 @@ def _files_of(
     return plan.files
 
 
-def _keep_edits(target: Target) -> list[str]:
-    """Copy each edited file beside itself and restore what the set replaced."""
-    survey = Survey(target)
+def _keep_edits(survey: Survey, edited: list[Seen]) -> list[str]:
+    """Copy each edited file beside itself; return the names of the copies."""
     kept = []
     try:
-        for path, seen in survey.seen.items():
-            if seen.condition == "edited" and seen.current is not None:
-                beside = survey.path(path + EDITED_SUFFIX)
-                fsops.write(beside, seen.current)
-                kept.append(path + EDITED_SUFFIX)
+        for seen in edited:
+            if seen.current is not None:
+                name = seen.path + EDITED_SUFFIX
+                fsops.write(survey.path(name), seen.current)
+                kept.append(name)
     except OSError as error:
         raise Refused([from_os_error(error)]) from error
     return kept
