@@ -8,10 +8,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sglang.srt")
 
+from sglang_cpu_reference import adapting
 from sglang_cpu_reference.adaptations import TABLE
 from sglang_cpu_reference.nixl_build import NIXL_BUILDS
-
-from sglang_cpu_reference import adapting
 
 SGLANG_ENTRIES = [a for a in TABLE if a.module.startswith("sglang.")]
 ASSIGN = next(a for a in TABLE if a.name == "assign_req_to_token_pool_func")

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from naive_attention import naive_attention  # noqa: E402
+
 from sglang_cpu_reference.attention import attend, visible_keys  # noqa: E402
 
 

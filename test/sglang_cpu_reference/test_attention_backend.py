@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang.srt")
 
 from naive_attention import naive_attention  # noqa: E402
+
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang_cpu_reference.attention_backend import (  # noqa: E402

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
-
 from sglang_cpu_reference.environment import thread_binding
 
 logger = logging.getLogger(__name__)

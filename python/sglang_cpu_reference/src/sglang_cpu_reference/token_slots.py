@@ -16,72 +16,65 @@ def _row_spans(
 
 
 def assign_req_to_token_pool(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    slots: torch.Tensor,
     batch_size: int,
 ) -> None:
     """Record newly allocated slots in each request's row.
 
     Args:
-        req_pool_indices: ``[batch_size]`` row of each request.
-        req_to_token: the table, changed in place.
-        start_offset: ``[batch_size]`` first position to write.
-        end_offset: ``[batch_size]`` position after the last one.
-        out_cache_loc: ``[sum(end - start)]`` slots, request after request.
+        rows: ``[batch_size]`` row of each request.
+        table: ``req_to_token``, changed in place.
+        start: ``[batch_size]`` first position to write.
+        end: ``[batch_size]`` position after the last one.
+        slots: ``[sum(end - start)]`` slots, request after request.
         batch_size: number of requests.
 
     Raises:
         ValueError: the slots do not cover the positions exactly.
     """
-    spans = _row_spans(
-        req_pool_indices[:batch_size],
-        start_offset[:batch_size],
-        end_offset[:batch_size],
-    )
-    needed = sum(end - start for _, start, end in spans)
-    if needed != out_cache_loc.numel():
+    spans = _row_spans(rows[:batch_size], start[:batch_size], end[:batch_size])
+    needed = sum(last - first for _, first, last in spans)
+    if needed != slots.numel():
         raise ValueError(
-            f"{needed} positions to fill but {out_cache_loc.numel()} KV slots given"
+            f"{needed} positions to fill but {slots.numel()} KV slots given"
         )
     used = 0
-    for row, start, end in spans:
-        count = end - start
-        req_to_token[row, start:end] = out_cache_loc[used : used + count].to(
-            req_to_token.dtype
-        )
+    for row, first, last in spans:
+        count = last - first
+        table[row, first:last] = slots[used : used + count].to(table.dtype)
         used += count
 
 
 def last_slots(
-    req_to_token: torch.Tensor,
-    req_pool_indices_tensor: torch.Tensor,
-    prefix_lens_tensor: torch.Tensor,
+    table: torch.Tensor, rows: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
     """The KV slot of each request's last prefix token.
 
     Args:
-        req_pool_indices_tensor: ``[batch]`` row of each request.
-        prefix_lens_tensor: ``[batch]`` tokens already placed.
+        table: ``req_to_token``.
+        rows: ``[batch]`` row of each request.
+        prefix_lens: ``[batch]`` tokens already placed.
 
     Returns:
-        ``[batch]`` in the dtype of ``prefix_lens_tensor``; -1 without a prefix.
+        ``[batch]`` in the dtype of ``prefix_lens``; -1 without a prefix.
     """
-    last = (prefix_lens_tensor - 1).clamp(min=0)
-    slots = req_to_token[req_pool_indices_tensor, last].to(prefix_lens_tensor.dtype)
-    return torch.where(prefix_lens_tensor > 0, slots, -1)
+    last = (prefix_lens - 1).clamp(min=0)
+    slots = table[rows, last].to(prefix_lens.dtype)
+    return torch.where(prefix_lens > 0, slots, -1)
 
 
 def speculative_cache_locs(
     *,
-    req_pool_indices: torch.Tensor,
+    draft_token_num: int,
+    batch_size: int,
     req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
     start_offset: torch.Tensor,
     end_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
     device: torch.device | str,
 ) -> torch.Tensor:
     """KV slots of each request's draft window.
