@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
+import agreement_tables  # noqa: E402
+
 from dspark_pd import exit_codes, output  # noqa: E402
 from dspark_pd.cli import build_parser  # noqa: E402
 from dspark_pd.error_catalogue import PARTS, catalogue  # noqa: E402
@@ -235,8 +237,16 @@ PARTS_BY_NAME: dict[str, Callable[[], str]] = {
     "errors": error_table,
     "options": option_reference,
     "envelope": envelope_table,
+    "agreement": lambda: agreement_tables.agreement_rows(table, prose),
+    "runtime codes": lambda: agreement_tables.runtime_codes(table, prose),
+    "doctor rows": lambda: agreement_tables.doctor_rows(table, prose),
 }
 PAGES = {
+    "advanced_features/dspark_pd_agreement.mdx": (
+        "agreement",
+        "runtime codes",
+        "doctor rows",
+    ),
     "advanced_features/dspark_pd_hunks.mdx": ("counts", "register", "modules"),
     "developer_guide/dspark_pd_tool.mdx": (
         "options",

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import zmq
+
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.control_thread_guard import (
     RateLimitedLog,

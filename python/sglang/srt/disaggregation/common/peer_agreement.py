@@ -28,6 +28,7 @@ from typing import Any
 import requests
 import zmq
 from aiohttp import web
+
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.peer_agreement_rules import decide
 from sglang.srt.disaggregation.common.peer_agreement_table import (

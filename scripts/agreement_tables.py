@@ -1,0 +1,64 @@
+"""Tables of the page on agreement, from the rows that the engines decide by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dspark_pd.doctor_agreement import load
+from dspark_pd.doctor_checks import CHECKS
+
+Table = Callable[[tuple[str, ...], list[tuple[object, ...]]], str]
+Prose = Callable[[str], str]
+
+_ROW_HEADER = ("code", "what happens", "compares", "says", "leads to", "fix")
+
+
+def agreement_rows(table: Table, prose: Prose) -> str:
+    """One table per group of rows, in the order in which they decide."""
+    rules = load("peer_agreement_rules")
+    parts = []
+    for title, rows in (
+        ("Engines and target KV", rules.ENGINE_RULES),
+        ("Draft and tail", rules.DRAFT_RULES),
+    ):
+        body = [_row(rule, prose) for rule in rows]
+        parts.append(f"### {title}\n\n{table(_ROW_HEADER, body)}")
+    return "\n\n".join(parts)
+
+
+def _row(rule: Any, prose: Prose) -> tuple[object, ...]:
+    words = {"refuse": "refused", "warn": "warning", "note": "note"}
+    return (
+        f"`{rule.code}`",
+        words[rule.severity],
+        f"`{rule.about}`",
+        prose(rule.says),
+        prose(rule.leads_to),
+        prose(rule.fix),
+    )
+
+
+def runtime_codes(table: Table, prose: Prose) -> str:
+    """Codes of errors that are not rows."""
+    codes = load("peer_agreement_codes").RUNTIME_CODES
+    rows: list[tuple[object, ...]] = [
+        (f"`{c.code}`", c.where, prose(c.meaning), prose(c.fix)) for c in codes
+    ]
+    return table(("code", "raised by", "means", "fix"), rows)
+
+
+def doctor_rows(table: Table, prose: Prose) -> str:
+    """What the doctor checks besides the engines' own rows."""
+    words = {"refuse": "will not work", "warn": "look at this", "note": "good to know"}
+    rows: list[tuple[object, ...]] = [
+        (
+            f"`{check.code}`",
+            words[check.severity],
+            prose(check.message),
+            prose(check.consequence),
+            prose(check.fix),
+        )
+        for check in CHECKS
+    ]
+    return table(("code", "finding", "says", "leads to", "fix"), rows)
