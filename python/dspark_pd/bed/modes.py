@@ -115,17 +115,14 @@ WAVES: tuple[Wave, ...] = (
 
 
 def choose(keys: list[str] | None, waves: tuple[Wave, ...] = WAVES) -> list[Wave]:
-    """Waves with only the asked modes and `unified`, which all are compared with.
+    """Waves with only the asked modes and those that they are compared with.
 
     Raises KeyError with the first name that is no mode.
     """
     if not keys:
         return list(waves)
-    known = {mode.key for wave in waves for mode in wave.modes}
-    for key in keys:
-        if key not in known:
-            raise KeyError(key)
-    wanted = {*keys, UNIFIED}
+    known = {mode.key: mode for wave in waves for mode in wave.modes}
+    wanted = {*keys, *(known[key].reference for key in keys)}
     kept = [
         replace(wave, modes=tuple(m for m in wave.modes if m.key in wanted))
         for wave in waves
