@@ -82,7 +82,7 @@ def test_a_port_in_use_ends_at_once(
     tiny_pair: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    versions = dict.fromkeys(checks._NEEDED, "1")
+    versions = dict.fromkeys(checks._NEEDED, "0.5.23")
     monkeypatch.setattr(checks, "_probe", lambda: versions)
     monkeypatch.setattr(checks, "check_applied", lambda: None)
     monkeypatch.setattr(checks, "available_bytes", lambda: 2**40)
@@ -103,6 +103,14 @@ def test_each_missing_distribution_is_named(
     with pytest.raises(BedError, match=f"distribution {missing} in") as caught:
         checks.check_installed()
     assert "pip install" in caught.value.next_step
+
+
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = dict.fromkeys(checks._NEEDED, "0.5.22")
+    monkeypatch.setattr(checks, "_probe", lambda: versions)
+    with pytest.raises(BedError, match=r"SGLang 0\.5\.22 does not run") as caught:
+        checks.check_installed()
+    assert "requirements/engine-0.5.23.txt" in caught.value.next_step
 
 
 def test_the_probe_asks_the_interpreter_of_the_engines(

@@ -18,6 +18,8 @@ _ENGINE_BYTES = int(1.4 * 2**30)
 _RANK_BYTES = int(0.8 * 2**30)
 _RESERVE_BYTES = 2**29
 _STATUS_SHOWN = 600
+# The set serves more releases; engines on a CPU were run on these.
+_RELEASES_RUN = ("0.5.23",)
 _INSTALL = "pip install --no-deps -r requirements/engine-0.5.23.txt"
 
 # Distribution -> what its absence means.
@@ -53,8 +55,23 @@ class Installed:
 
 
 def check_installed() -> Installed:
-    """Versions in the engines' interpreter; BedError names the first that lacks."""
+    """Versions in the engines' interpreter; BedError names what is missing or wrong."""
     versions = _probe()
+    _check_present(versions)
+    installed = Installed(versions)
+    if installed.sglang not in _RELEASES_RUN:
+        raise BedError(
+            f"SGLang {installed.sglang} does not run on the CPU reference platform",
+            expected=f"SGLang {' or '.join(_RELEASES_RUN)} beside {interpreter()}",
+            found=installed.sglang,
+            cause="SGLang was installed or updated by hand",
+            next_step=_INSTALL,
+            usage=True,
+        )
+    return installed
+
+
+def _check_present(versions: dict[str, str | None]) -> None:
     for name, meaning in _NEEDED.items():
         if versions[name] is None:
             local = name == "sglang-cpu-reference"
@@ -68,7 +85,6 @@ def check_installed() -> Installed:
                 else _INSTALL,
                 usage=True,
             )
-    return Installed(versions)
 
 
 def _probe() -> dict[str, str | None]:
