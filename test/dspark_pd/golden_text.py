@@ -8,6 +8,7 @@ review of a release, and one elsewhere in the file does not.
 from __future__ import annotations
 
 import ast
+import textwrap
 from pathlib import Path
 
 from dspark_pd.insertion import Edit, normalise
@@ -41,33 +42,45 @@ def render(file: PlannedFile) -> str:
 
 def _lines(edit: Edit) -> list[str]:
     """Return our lines without the indentation of their place."""
-    lines = edit.text.strip("\n").splitlines()
-    if lines and not lines[-1].strip():
-        lines.pop()
+    if _inside_line(edit):
+        first, _, rest = edit.text.partition("\n")
+        return [first.strip(), *textwrap.dedent(rest).splitlines()]
     if edit.text.startswith("\n"):
-        indent = len(lines[0]) - len(lines[0].lstrip())
-        return [line[indent:] for line in lines]
-    indent = len(edit.text.splitlines()[-1])
-    return [line[indent:] if not line[:indent].strip() else line for line in lines]
+        return textwrap.dedent(edit.text.strip("\n")).splitlines()
+    # The text begins behind the indentation of its place and ends with it.
+    body, _, indent = edit.text.rpartition("\n")
+    return textwrap.dedent(indent + body).rstrip("\n").splitlines()
+
+
+def _inside_line(edit: Edit) -> bool:
+    """Whether the text continues a line of upstream instead of being lines itself."""
+    return not edit.text.startswith("\n") and not edit.text.rstrip(" ").endswith("\n")
 
 
 def _place(tree: ast.Module, source: str, edit: Edit) -> str:
     head = source.encode("utf-8")[: edit.start].decode("utf-8")
     line = head.count("\n") + 1
-    names, start = _enclosing(tree, line)
+    before_line = not _inside_line(edit) and not edit.text.startswith("\n")
+    names, start = _enclosing(tree, line, before_line)
     if edit.text.startswith("\n"):
         line += 1
-    elif "\n" not in edit.text:
+    elif _inside_line(edit):
         return f"{names} +{line - start} inside the line"
     return f"{names} +{line - start}"
 
 
-def _enclosing(tree: ast.Module, line: int) -> tuple[str, int]:
-    """Return the dotted name of the innermost definition at ``line`` and its line."""
+def _enclosing(tree: ast.Module, line: int, before_line: bool) -> tuple[str, int]:
+    """Return the dotted name of the innermost definition at ``line`` and its line.
+
+    What goes in before the first line of a definition is not inside it.
+    """
     names, start = [], 1
     body: list[ast.stmt] = tree.body
     while True:
-        inner = next((node for node in _definitions(body) if _holds(node, line)), None)
+        inner = next(
+            (node for node in _definitions(body) if _holds(node, line, before_line)),
+            None,
+        )
         if inner is None:
             return ".".join(names) or "<module>", start
         names.append(inner.name)
@@ -88,8 +101,10 @@ def _definitions(body: list[ast.stmt]) -> list[_Definition]:
     return found
 
 
-def _holds(node: _Definition, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+def _holds(node: _Definition, line: int, before_line: bool) -> bool:
+    first = min([node.lineno, *(item.lineno for item in node.decorator_list)])
+    last = node.end_lineno or node.lineno
+    return first + before_line <= line <= last
 
 
 def compare(release: str, texts: dict[str, str], update: bool) -> list[str]:
