@@ -118,7 +118,7 @@ class Bed:
         self.keep_logs = keep_logs
         self.servers: list[Server] = []
         self._say = say or say_to_stderr
-        self._limit_s = start_timeout_s or START_TIMEOUT_S
+        self._limit_s = start_timeout_s or _start_timeout_s()
         self._names: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -200,6 +200,12 @@ class Bed:
 
 def _port(asked: int | None, owner: str) -> int:
     return free_port() if asked is None else claim_port(asked, owner)
+
+
+def _start_timeout_s() -> float:
+    """`DSPARK_PD_START_TIMEOUT` in seconds, for machines slower or busier than two
+    cores of their own."""
+    return float(os.environ.get("DSPARK_PD_START_TIMEOUT") or START_TIMEOUT_S)
 
 
 def _since(began: float) -> str:

@@ -22,7 +22,7 @@ from pd_parity import (
 )
 from pd_prompts import CHUNK, PROMPT_SETS, References, send
 
-from dspark_pd.bed import MODELS, Bed, Client, EngineSpec, Reply
+from dspark_pd.bed import MODELS, Bed, Client, EngineSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -100,72 +100,69 @@ def test_chat_completions(
         assert len(reply.pieces) > 1 or not stream
 
 
-@pytest.fixture(scope="module")
-def cold_prefill_pair(bed: Bed, native_pair: Pair) -> Iterator[Pair]:
-    spec = EngineSpec("cold-p", "prefill", MODELS.target)
-    (prefill,) = bed.start([spec])
-    pair = route(bed, prefill, native_pair.decode)
-    yield pair
-    bed.stop(prefill, pair.router)
-
-
-def test_missing_context_shows(cold_prefill_pair: Pair, references: References) -> None:
+class TestWithoutContext:
     """The negative control: same text, but the verify passes give it away."""
-    replies = send(cold_prefill_pair.client, "short")
-    assert_same_output(replies, "short", references)
-    assert verify_vector(replies) != verify_vector(references.get("short"))
-    assert accept_length(replies) <= 1.6
+
+    @pytest.fixture(scope="class")
+    def pair(self, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+        (prefill,) = bed.start([EngineSpec("cold-p", "prefill", MODELS.target)])
+        pair = route(bed, prefill, native_pair.decode)
+        yield pair
+        bed.stop(prefill, pair.router)
+
+    def test_missing_context_shows(self, pair: Pair, references: References) -> None:
+        replies = send(pair.client, "short")
+        assert_same_output(replies, "short", references)
+        assert verify_vector(replies) != verify_vector(references.get("short"))
+        assert accept_length(replies) <= 1.6
 
 
-@pytest.fixture(scope="module")
-def no_overlap_pair(bed: Bed, native_pair: Pair) -> Iterator[Pair]:
-    pair = route(bed, *bed.start(native_specs("no-overlap", overlap=False)))
-    yield pair
-    bed.stop(pair.prefill, pair.decode, pair.router)
+class TestWithoutOverlap:
+    """The scheduler without overlap hands over in another place."""
+
+    @pytest.fixture(scope="class")
+    def pair(self, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+        pair = route(bed, *bed.start(native_specs("no-overlap", overlap=False)))
+        yield pair
+        bed.stop(pair.prefill, pair.decode, pair.router)
+
+    @pytest.mark.parametrize("name", ["short", "mixed", "chunked", "beyond"])
+    def test_parity(self, pair: Pair, references: References, name: str) -> None:
+        replies = send(pair.client, name)
+        assert_parity(replies, name, references)
+        assert_both_paths_ran(replies)
+
+    def test_the_setting_took_effect(self, pair: Pair, native_pair: Pair) -> None:
+        for engine in (pair.prefill, pair.decode):
+            assert engine.info()["disable_overlap_schedule"] is True
+        for engine in (native_pair.prefill, native_pair.decode):
+            assert engine.info()["disable_overlap_schedule"] is False
 
 
-@pytest.mark.parametrize("name", ["short", "mixed", "chunked", "beyond"])
-def test_parity_without_overlap(
-    no_overlap_pair: Pair, references: References, name: str
-) -> None:
-    replies = send(no_overlap_pair.client, name)
-    assert_parity(replies, name, references)
-    assert_both_paths_ran(replies)
+class TestTensorParallel:
+    """Two ranks on both sides, and on one side only."""
 
+    @pytest.fixture(scope="class")
+    def pair(self, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+        pair = route(bed, *bed.start(native_specs("tp2", tp=2)))
+        yield pair
+        bed.stop(pair.prefill, pair.decode, pair.router)
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_overlap_is_what_the_fixture_says(
-    native_pair: Pair, no_overlap_pair: Pair, overlap: bool
-) -> None:
-    pair = native_pair if overlap else no_overlap_pair
-    for engine in (pair.prefill, pair.decode):
-        assert engine.info()["disable_overlap_schedule"] is not overlap
+    @pytest.mark.parametrize("name", ["short", "mixed", "chunked"])
+    def test_parity(self, pair: Pair, references: References, name: str) -> None:
+        before = pair.prefill.bytes_posted()
+        replies = send(pair.client, name)
+        assert_parity(replies, name, references)
+        assert pair.prefill.bytes_posted() > before
 
-
-@pytest.fixture(scope="module")
-def tp2_pair(bed: Bed, native_pair: Pair) -> Iterator[Pair]:
-    pair = route(bed, *bed.start(native_specs("tp2", tp=2)))
-    yield pair
-    bed.stop(pair.prefill, pair.decode, pair.router)
-
-
-@pytest.mark.parametrize("name", ["short", "mixed", "chunked"])
-def test_parity_with_tp2(tp2_pair: Pair, references: References, name: str) -> None:
-    before = tp2_pair.prefill.bytes_posted()
-    replies = send(tp2_pair.client, name)
-    assert_parity(replies, name, references)
-    assert tp2_pair.prefill.bytes_posted() > before
-
-
-@pytest.mark.parametrize("wide", ["prefill", "decode"])
-def test_parity_with_unequal_tp(
-    native_pair: Pair, tp2_pair: Pair, references: References, wide: str
-) -> None:
-    """TP 2 on one side and TP 1 on the other, both ways."""
-    prefill = (tp2_pair if wide == "prefill" else native_pair).prefill
-    decode = (tp2_pair if wide == "decode" else native_pair).decode
-    replies: list[Reply] = send(Client.direct(prefill, decode), "short")
-    assert_parity(replies, "short", references)
+    @pytest.mark.parametrize("wide", ["prefill", "decode"])
+    def test_parity_with_unequal_tp(
+        self, pair: Pair, native_pair: Pair, references: References, wide: str
+    ) -> None:
+        prefill = (pair if wide == "prefill" else native_pair).prefill
+        decode = (pair if wide == "decode" else native_pair).decode
+        replies = send(Client.direct(prefill, decode), "short")
+        assert_parity(replies, "short", references)
 
 
 def test_every_process_is_healthy_at_the_end(bed: Bed, native_pair: Pair) -> None:
