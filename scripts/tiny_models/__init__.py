@@ -1,0 +1,1 @@
+"""Parts of `scripts/train_tiny_models.py`: models, task, training, measuring, files."""

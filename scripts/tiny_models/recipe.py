@@ -1,0 +1,67 @@
+"""How long, on what and how fast: every number of the training, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from .task import Lengths
+from .training import Phase, Recipe
+
+SEED = 7
+
+#: Short keys first: copying heads form on them several times sooner.
+_FIRST = (Lengths(batch=64, tokens=48, key_lo=4, key_hi=14),)
+_MIDDLE = Lengths(batch=32, tokens=112, key_lo=6, key_hi=39)
+_MIDDLE_SLIDING = Lengths(batch=32, tokens=112, key_lo=6, key_hi=23)
+
+TARGET = Recipe(
+    phases=(
+        Phase(150, _FIRST),
+        Phase(450, (_MIDDLE,)),
+        Phase(
+            300,
+            (
+                _MIDDLE,
+                Lengths(batch=10, tokens=320, key_lo=6, key_hi=120),
+                Lengths(batch=5, tokens=680, key_lo=6, key_hi=39),
+                Lengths(batch=5, tokens=680, key_lo=60, key_hi=220),
+            ),
+        ),
+    )
+)
+
+DRAFTS = {
+    "tiny-draft-full": Recipe(
+        phases=(
+            Phase(150, _FIRST),
+            Phase(450, (_MIDDLE,)),
+            Phase(
+                200,
+                (
+                    _MIDDLE,
+                    Lengths(batch=10, tokens=320, key_lo=6, key_hi=120),
+                    Lengths(batch=5, tokens=680, key_lo=6, key_hi=39),
+                ),
+            ),
+        )
+    ),
+    "tiny-draft-sliding": Recipe(
+        phases=(
+            Phase(150, _FIRST),
+            Phase(250, (_MIDDLE_SLIDING,)),
+            Phase(
+                100,
+                (
+                    _MIDDLE_SLIDING,
+                    Lengths(batch=5, tokens=680, key_lo=6, key_hi=23),
+                ),
+            ),
+        )
+    ),
+}
+
+
+def as_dict() -> dict:
+    """The recipe as the manifest records it."""
+    drafts = {name: asdict(recipe) for name, recipe in DRAFTS.items()}
+    return {"seed": SEED, "tiny-target": asdict(TARGET), **drafts}
