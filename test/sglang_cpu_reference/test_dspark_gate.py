@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+yaml = pytest.importorskip("yaml")
 pytest.importorskip("sglang.srt")
+
+from packaging.specifiers import SpecifierSet  # noqa: E402
 
 HUNKS = (
     Path(__file__).parents[2]
@@ -41,6 +45,19 @@ def _gate(run_child, source: Path, **environment: str) -> str:
     return child.stdout.split()[0]
 
 
+def _gate_rule() -> dict:
+    """The variant of the gate's hunk for the installed release."""
+    release = importlib.metadata.version("sglang")
+    rules = yaml.safe_load_all(HUNKS.read_text())
+    (rule,) = (
+        rule
+        for rule in rules
+        if rule["id"].startswith("dspark.ask-platform-for-device-support")
+        and release in SpecifierSet(rule["metadata"]["releases"])
+    )
+    return rule
+
+
 @pytest.fixture
 def stock(tmp_path):
     import sglang.srt
@@ -56,7 +73,9 @@ def patched(stock):
     ast_grep = shutil.which("ast-grep") or pytest.fail("ast-grep-cli is not installed")
     if 'current_platform.supports_speculative_algorithm("DSPARK")' in stock.read_text():
         return stock
-    subprocess.run([ast_grep, "scan", "-r", HUNKS, stock, "-U"], check=True)
+    rule = stock.with_name("gate.yml")
+    rule.write_text(yaml.safe_dump(_gate_rule()))
+    subprocess.run([ast_grep, "scan", "-r", rule, stock, "-U"], check=True)
     return stock
 
 

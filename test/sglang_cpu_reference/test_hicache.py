@@ -81,7 +81,21 @@ def test_an_unknown_layout_names_the_flag():
         hicache.layer_view(torch.zeros(1), "page_unified", 0)
 
 
-def test_host_pools_are_never_pinned():
-    args, kwargs = hicache.unpin("pool", pin_memory=True, layout="page_first")
-    assert args == ("pool",)
-    assert kwargs == {"pin_memory": False, "layout": "page_first"}
+@pytest.mark.parametrize("by_position", [True, False])
+def test_host_pools_are_never_pinned(by_position):
+    seen = {}
+
+    def init(self, layout, pin_memory, device="cpu"):
+        seen.update(layout=layout, pin_memory=pin_memory, device=device)
+
+    if by_position:
+        hicache.unpin(init, "pool", "page_first", True)
+    else:
+        hicache.unpin(init, "pool", layout="page_first", pin_memory=True)
+    assert seen == {"layout": "page_first", "pin_memory": False, "device": "cpu"}
+
+
+def test_device_buffers_of_an_older_host_pool_are_its_device_pools():
+    device = SimpleNamespace(k_buffer=["k"], v_buffer=["v"])
+    older = SimpleNamespace(device_pool=device)
+    assert hicache.device_buffers(older) == (["k"], ["v"])

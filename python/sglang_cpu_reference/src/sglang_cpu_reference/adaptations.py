@@ -43,6 +43,26 @@ TABLE: tuple[Adaptation, ...] = (
         seam="the choice should follow capabilities.supports_triton",
     ),
     Adaptation(
+        module="sglang.kernels.ops.speculative.cache_locs",
+        name="assign_extend_cache_locs_func",
+        kind="replace",
+        hook=f"{_PACKAGE}.token_slots:speculative_cache_locs",
+        params=(
+            "req_pool_indices",
+            "req_to_token",
+            "start_offset",
+            "end_offset",
+            "batch_size",
+            "draft_token_num",
+            "device",
+        ),
+        why="serves in-tree devices only before 0.5.21",
+        seam="get_speculative_cache_locs_fn, since 0.5.21",
+        unless=(
+            "sglang.srt.platforms.interface:SRTPlatform.get_speculative_cache_locs_fn"
+        ),
+    ),
+    Adaptation(
         module="torch",
         name="Tensor.record_stream",
         kind="around",
@@ -63,7 +83,7 @@ TABLE: tuple[Adaptation, ...] = (
     Adaptation(
         module="sglang.srt.mem_cache.pool_host.base",
         name="HostKVCache.__init__",
-        kind="before",
+        kind="around",
         hook=f"{_PACKAGE}.hicache:unpin",
         params=None,
         why="host pools ask for pinned memory by default",
@@ -83,6 +103,7 @@ TABLE: tuple[Adaptation, ...] = (
             "io_backend",
             "is_draft",
         ),
+        optional=("is_draft",),
         why="the copy kernels exist for CUDA, ROCm, XPU and NPU only",
         seam="get_kv_pool_cls has no counterpart for host pools",
     ),

@@ -27,8 +27,11 @@ class Adaptation:
         kind: ``replace``, ``around``, ``before`` or ``after`` (HookRegistry).
         hook: ``package.module:function`` of this package.
         params: the target's parameter names; None for a class or a builtin.
+        optional: those of them that some releases lack.
         why: what goes wrong on a CPU without it.
         seam: the upstream extension point that would make it unnecessary.
+        unless: ``module:name`` of that extension point; where it exists, the
+            adaptation is not installed.
     """
 
     module: str
@@ -38,6 +41,8 @@ class Adaptation:
     params: tuple[str, ...] | None
     why: str
     seam: str
+    optional: tuple[str, ...] = ()
+    unless: str = ""
 
     @property
     def target(self) -> str:
@@ -57,6 +62,8 @@ def install(adaptation: Adaptation) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if has_seam(adaptation):
+        return
     original = resolve_target(adaptation)
     verify_parameters(adaptation, original)
     HookRegistry.register(
@@ -68,6 +75,17 @@ def install(adaptation: Adaptation) -> None:
     if resolve_target(adaptation) is original:
         raise AdaptationError(_message(adaptation, "the hook to be applied", "it not"))
     logger.debug("Adapted %s: %s", adaptation.target, adaptation.why)
+
+
+def has_seam(adaptation: Adaptation) -> bool:
+    """Whether this release has the extension point that makes it unnecessary."""
+    if not adaptation.unless:
+        return False
+    try:
+        pkgutil.resolve_name(adaptation.unless)
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 def resolve_target(adaptation: Adaptation) -> Any:
@@ -93,7 +111,8 @@ def verify_parameters(adaptation: Adaptation, target: Any) -> None:
     if adaptation.params is None:
         return
     found = tuple(inspect.signature(target).parameters)
-    if found != adaptation.params:
+    required = tuple(p for p in adaptation.params if p not in adaptation.optional)
+    if found not in (adaptation.params, required):
         raise AdaptationError(
             _message(adaptation, f"parameters {adaptation.params}", str(found))
         )

@@ -157,9 +157,11 @@ class ReferenceAttentionBackend(AttentionBackend):
         return out.flatten(1)
 
     def _store(self, layer: Any, forward_batch: Any, k: Any, v: Any) -> None:
-        slots = KVWriteLoc.for_batch(
-            forward_batch, swa_loc=self.layout.window_write_slots
-        )
+        window = self.layout.window_write_slots
+        if hasattr(KVWriteLoc, "for_batch"):
+            slots = KVWriteLoc.for_batch(forward_batch, swa_loc=window)
+        else:
+            slots = KVWriteLoc(forward_batch.out_cache_loc, window)
         self.pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
 
     def _attend_requests(

@@ -8,15 +8,25 @@ indexed through it, so that all layouts and both I/O backends share one path.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-def unpin(pool: Any, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """Before ``HostKVCache.__init__``: there is no GPU to pin memory for."""
-    kwargs["pin_memory"] = False
-    return (pool, *args), kwargs
+def unpin(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``HostKVCache.__init__``: there is no GPU to pin memory for."""
+    call = inspect.signature(original).bind(pool, *args, **kwargs)
+    call.arguments["pin_memory"] = False
+    original(*call.args, **call.kwargs)
+
+
+def device_buffers(pool: Any) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Keys and values of the device pool, one ``[slots, heads, dim]`` per layer."""
+    if hasattr(pool, "device_k_buffers"):
+        return pool.device_k_buffers, pool.device_v_buffers
+    return pool.device_pool.k_buffer, pool.device_pool.v_buffer
 
 
 def layer_view(buffer: torch.Tensor, layout: str, layer: int) -> torch.Tensor:
@@ -66,14 +76,13 @@ def load_to_device_per_layer(
 ) -> None:
     """Copy host rows of one layer to the KV pool."""
     del device_pool, io_backend
-    if not is_draft and not 0 <= layer_id < self.target_layer_num:
+    target_layers = getattr(self, "target_layer_num", self.layer_num)
+    if not is_draft and not 0 <= layer_id < target_layers:
         return
-    for device, host in (
-        (self.device_k_buffers[layer_id], self.k_buffer),
-        (self.device_v_buffers[layer_id], self.v_buffer),
-    ):
+    hosts = (self.k_buffer, self.v_buffer)
+    for layers, host in zip(device_buffers(self), hosts, strict=True):
         view = layer_view(host, self.layout, layer_id)
-        device[device_indices] = view[token_index(view, host_indices)]
+        layers[layer_id][device_indices] = view[token_index(view, host_indices)]
 
 
 def backup_from_device_all_layer(
@@ -85,10 +94,8 @@ def backup_from_device_all_layer(
 ) -> None:
     """Copy KV pool rows of every layer to the host."""
     del device_pool, io_backend
-    for layer in range(self.layer_num):
-        for device, host in (
-            (self.device_k_buffers[layer], self.k_buffer),
-            (self.device_v_buffers[layer], self.v_buffer),
-        ):
+    hosts = (self.k_buffer, self.v_buffer)
+    for layers, host in zip(device_buffers(self), hosts, strict=True):
+        for layer in range(self.layer_num):
             view = layer_view(host, self.layout, layer)
-            view[token_index(view, host_indices)] = device[device_indices]
+            view[token_index(view, host_indices)] = layers[layer][device_indices]

@@ -18,6 +18,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang_cpu_reference.environment import thread_binding
+from sglang_cpu_reference.older_hooks import OlderPlatformHooks
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _IN_TREE_CPU_BACKENDS = (None, "intel_amx", "torch_native")
 _SIZE_DEFAULTS = {"max_total_tokens": 32768, "max_running_requests": 16}
 
 
-class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
+class CpuReferencePlatform(OlderPlatformHooks, CpuDeviceMixin, SRTPlatform):
     """A CPU that runs SGLang's device-neutral paths in PyTorch."""
 
     # Out of tree: SGLang asks the hooks below instead of guessing from "cpu".
@@ -120,12 +121,23 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _register_attention_choices() -> None:
-    from sglang.srt.arg_groups import choices
+    """Extend SGLang's lists of backend names, where the release has them."""
+    lists = (
+        ("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"),
+        ("DRAFT_ATTENTION_BACKEND_CHOICES", "add_draft_attention_backend_choices"),
+    )
+    choices = _choices_module()
+    for names, adder in lists:
+        if ATTENTION_BACKEND not in getattr(choices, names, (ATTENTION_BACKEND,)):
+            getattr(choices, adder)([ATTENTION_BACKEND])
 
-    if ATTENTION_BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([ATTENTION_BACKEND])
-    if ATTENTION_BACKEND not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
-        choices.add_draft_attention_backend_choices([ATTENTION_BACKEND])
+
+def _choices_module() -> Any:
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:
+        from sglang.srt import server_args as choices
+    return choices
 
 
 def _create_attention_backend(runner: Any) -> Any:
