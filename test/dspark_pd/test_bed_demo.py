@@ -15,6 +15,7 @@ from dspark_pd.bed.process import _running
 pytestmark = pytest.mark.unit
 
 DRAFT_CONFIG = '{"architectures": ["Qwen3DSparkModel"], "block_size": 4}'
+SLIDING_CONFIG = DRAFT_CONFIG.replace("}", ', "sliding_window": 32}')
 
 
 @pytest.fixture
@@ -25,12 +26,14 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(checks, "_probe", lambda: versions)
     monkeypatch.setattr(checks, "check_applied", lambda: None)
     monkeypatch.setattr(checks, "available_bytes", lambda: 2**40)
-    for name, config in (("target", "{}"), ("draft", DRAFT_CONFIG)):
+    configs = {"target": "{}", "draft": DRAFT_CONFIG, "sliding": SLIDING_CONFIG}
+    for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
         (tmp_path / name / "model.safetensors").write_bytes(b"")
     return [
         *("--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")),
+        *("--sliding-draft", str(tmp_path / "sliding")),
         *("--log-dir", str(tmp_path / "logs"), "--requests", "2"),
         *("--json", str(tmp_path / "out.json")),
     ]
@@ -44,8 +47,18 @@ def test_every_mode_runs_and_nothing_stays(
     said = capsys.readouterr()
     report = json.loads((tmp_path / "out.json").read_text())
     modes = [run["mode"] for run in report["runs"]]
-    assert modes == ["no-spec", "unified", "pd-native", "pd-no-context"]
-    assert [len(run["requests"]) for run in report["runs"]] == [2] * 4
+    assert modes == [
+        "no-spec",
+        "unified",
+        "pd-native",
+        "pd-no-context",
+        "unified-sliding",
+        "pd-tail",
+        "pd-tail",
+    ]
+    tails = [run for run in report["runs"] if run["mode"] == "pd-tail"]
+    assert [(run["pp"], run["tail_tokens"]) for run in tails] == [(1, 31), (2, 31)]
+    assert [len(run["requests"]) for run in report["runs"]] == [2] * 7
     assert "FAIL pd-native: NIXL moved 0 bytes" in said.out
     assert "ok   pd-native: every output equals unified" in said.out
     assert "[demo] all engines stopped" in said.err

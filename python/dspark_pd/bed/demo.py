@@ -13,7 +13,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dspark_pd.bed import checks, modes
@@ -31,6 +32,8 @@ EXIT_INTERRUPTED = 130
 _REQUESTS = 8
 _SEED = 7
 _PARALLEL = 4
+# A draft that sees 31 tokens can only copy a key whose whole period fits in them.
+_SLIDING_KEYS = (10, 23)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", metavar="N", type=int, default=_REQUESTS)
     parser.add_argument("--model", metavar="DIR", type=Path, default=MODELS.target)
     parser.add_argument("--draft", metavar="DIR", type=Path, default=MODELS.draft_full)
+    parser.add_argument(
+        "--sliding-draft", metavar="DIR", type=Path, default=MODELS.draft_swa
+    )
     parser.add_argument(
         "--port", metavar="N", type=int, help="router port (default: a free one)"
     )
@@ -73,16 +79,23 @@ def _as_interrupt(*_: object) -> None:
 def _run(args: argparse.Namespace) -> Report:
     began = time.monotonic()
     waves = _chosen(args.modes)
-    pair = modes.Pair(args.model.resolve(), args.draft.resolve())
+    pair = modes.Pair(
+        args.model.resolve(), args.draft.resolve(), args.sliding_draft.resolve()
+    )
     check_checkpoint(pair.target, "--model")
     gamma = check_draft(pair.draft, "--draft")
+    if any(mode.sliding for wave in waves for mode in wave.modes):
+        waves = _resolve_tails(waves, pair.sliding_draft)
     _check_writable(args.json)
     installed = checks.check_installed()
     checks.check_applied()
     for wave in waves:
         checks.check_memory([modes.ENGINES[name](pair) for name in wave.engines])
     router_port = None if args.port is None else claim_port(args.port, "--port")
-    prompts = make_prompts(args.requests, seed=_SEED)
+    prompts = {
+        False: make_prompts(args.requests, seed=_SEED),
+        True: make_prompts(args.requests, seed=_SEED, key_len=_SLIDING_KEYS),
+    }
     with Bed("demo", folder=args.log_dir, say=_say, keep_logs=args.keep_logs) as bed:
         _say(f"SGLang {installed.sglang}, gamma {gamma}, logs in {bed.folder}")
         runs: list[Run] = []
@@ -90,6 +103,30 @@ def _run(args: argparse.Namespace) -> Report:
             runs += _run_wave(bed, wave, pair, prompts, router_port)
     _say(f"all engines stopped after {time.monotonic() - began:.0f} s")
     return Report(installed.sglang, gamma, tuple(runs))
+
+
+def _resolve_tails(waves: list[modes.Wave], draft: Path) -> list[modes.Wave]:
+    """Name the rows that a tail of -1 stands for, as the engines resolve it."""
+    check_draft(draft, "--sliding-draft")
+    window = check_checkpoint(draft, "--sliding-draft").get("sliding_window")
+    if not isinstance(window, int):
+        raise BedError(
+            f"--sliding-draft {draft} has no sliding window",
+            expected="a draft whose layers are all sliding_attention",
+            found="config.json gives no sliding_window",
+            next_step="leave the option out for the shipped draft",
+            usage=True,
+        )
+    resolved = {
+        mode.key: replace(mode, tail_tokens=window - 1)
+        for wave in waves
+        for mode in wave.modes
+        if mode.tail_tokens == -1
+    }
+    return [
+        replace(wave, modes=tuple(resolved.get(m.key, m) for m in wave.modes))
+        for wave in waves
+    ]
 
 
 def _chosen(text: str | None) -> list[modes.Wave]:
@@ -121,7 +158,7 @@ def _run_wave(
     bed: Bed,
     wave: modes.Wave,
     pair: modes.Pair,
-    prompts: Sequence[Prompt],
+    prompts: Mapping[bool, Sequence[Prompt]],
     router_port: int | None,
 ) -> list[Run]:
     _say(f"starting {', '.join(wave.engines)} (about a minute on two cores)")
@@ -134,7 +171,11 @@ def _run_wave(
     )
     runs = [
         _run_mode(
-            bed, mode, [engines[name] for name in mode.engines], prompts, router_port
+            bed,
+            mode,
+            [engines[name] for name in mode.engines],
+            prompts[mode.sliding],
+            router_port,
         )
         for mode in wave.modes
     ]

@@ -21,6 +21,7 @@ class Pair:
 
     target: Path
     draft: Path
+    sliding_draft: Path
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Mode:
 
     `key` is the name in the `parity` part of the report and unique; `name` is the
     `mode` of the run and may repeat with another `pp`. `exact` modes must reproduce
-    the accept length of unified serving.
+    the accept length of unified serving. `sliding` modes run the all-sliding draft, on
+    prompts whose keys fit in its window; `tail_tokens` rows are handed over, and -1
+    stands for as many as that window needs.
     """
 
     key: str
@@ -41,6 +44,8 @@ class Mode:
     pp: int = 1
     tp: int = 1
     overlap: bool = True
+    sliding: bool = False
+    tail_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,49 @@ def _decode(pair: Pair) -> EngineSpec:
     return EngineSpec("decode", "decode", pair.target, pair.draft, env=env)
 
 
+_TAIL = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
+
+
+def _tail_prefill(name: str, pair: Pair, pp: int) -> EngineSpec:
+    # The draft's config names layers and window; no weights of it are loaded.
+    args = {"speculative-draft-model-path": str(pair.sliding_draft)}
+    env = {**_TAIL, "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
+    return EngineSpec(name, "prefill", pair.target, pp=pp, args=args, env=env)
+
+
+def _tail_decode(pair: Pair) -> EngineSpec:
+    return EngineSpec(
+        "tail-decode", "decode", pair.target, pair.sliding_draft, env=_TAIL
+    )
+
+
 ENGINES: Mapping[str, Callable[[Pair], EngineSpec]] = {
     "no-spec": _no_spec,
     "unified": _unified,
     "prefill": _prefill,
     "cold-prefill": _cold_prefill,
     "decode": _decode,
+    "unified-sliding": lambda pair: EngineSpec(
+        "unified-sliding", "unified", pair.target, pair.sliding_draft
+    ),
+    "tail-prefill": lambda pair: _tail_prefill("tail-prefill", pair, 1),
+    "tail-prefill-pp2": lambda pair: _tail_prefill("tail-prefill-pp2", pair, 2),
+    "tail-decode": _tail_decode,
 }
+
+
+def _tail_mode(pp: int, prefill: str) -> Mode:
+    return Mode(
+        f"pd-tail-pp{pp}",
+        "pd-tail",
+        f"prefill without a draft, {pp} stage{'s' if pp > 1 else ''} + decode, rows move",
+        (prefill, "tail-decode"),
+        reference="unified-sliding",
+        pp=pp,
+        sliding=True,
+        tail_tokens=-1,
+    )
+
 
 WAVES: tuple[Wave, ...] = (
     Wave(
@@ -109,6 +150,20 @@ WAVES: tuple[Wave, ...] = (
                 ("cold-prefill", "decode"),
                 exact=False,
             ),
+        )
+    ),
+    Wave(
+        (
+            Mode(
+                "unified-sliding",
+                "unified-sliding",
+                "one server, DSPARK with the sliding-window draft",
+                ("unified-sliding",),
+                reference="unified-sliding",
+                sliding=True,
+            ),
+            _tail_mode(1, "tail-prefill"),
+            _tail_mode(2, "tail-prefill-pp2"),
         )
     ),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark_pd.bed.client import Reply
-from dspark_pd.bed.modes import NO_SPEC, UNIFIED, Mode
+from dspark_pd.bed.modes import NO_SPEC, Mode
 
 SCHEMA = 1
 MIN_ACCEPT_WITH_CONTEXT = 3.5
@@ -83,7 +83,7 @@ class Report:
             "parity": {
                 run.mode.key: self._parity(run)
                 for run in self.runs
-                if run.mode.name not in (UNIFIED, NO_SPEC)
+                if run.mode.key not in (run.mode.reference, NO_SPEC)
             },
         }
 
@@ -173,11 +173,13 @@ def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 def _run_json(run: Run) -> dict[str, Any]:
     mode = run.mode
+    tail = {} if mode.tail_tokens is None else {"tail_tokens": mode.tail_tokens}
     return {
         "mode": mode.name,
         "pp": mode.pp,
         "tp": mode.tp,
         "overlap": mode.overlap,
+        **tail,
         "requests": [_request_json(i, reply) for i, reply in enumerate(run.replies)],
         "accept_length": run.accept_length,
         "target_steps_per_token": run.target_steps_per_token,
