@@ -24,7 +24,9 @@ class TinyModels:
     @classmethod
     def below(cls, root: Path) -> TinyModels:
         """The three folders as `scripts/train_tiny_models.py` names them."""
-        return cls(root / "target", root / "draft-full", root / "draft-swa")
+        return cls(
+            root / "tiny-target", root / "tiny-draft-full", root / "tiny-draft-sliding"
+        )
 
 
 MODELS = TinyModels.below(
