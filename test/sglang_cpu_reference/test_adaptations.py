@@ -58,6 +58,16 @@ def test_a_parameter_some_releases_lack_is_optional():
     adapting.verify_parameters(newer, adapting.resolve_target(ASSIGN))
 
 
+def test_a_constant_of_another_type_is_refused():
+    module = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
+    reserve = next(a for a in TABLE if a.kind == "constant")
+    wrong = dataclasses.replace(reserve, hook="sys:version")
+    before = module.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    with pytest.raises(adapting.AdaptationError, match="a constant of type str"):
+        adapting.install(wrong)
+    assert before == module.HICACHE_HOST_MEMORY_RESERVE_BYTES
+
+
 FRESH_PROCESS = """
 import sys, importlib
 from sglang.srt.platforms import current_platform
@@ -72,7 +82,10 @@ for entry in adaptations.TABLE:
     if adapting.has_seam(entry):
         continue
     target = adapting.resolve_target(entry)
-    assert target.__wrapped__ is not None, entry.target
+    if entry.kind == "constant":
+        assert target == adapting.pkgutil.resolve_name(entry.hook), entry.target
+    else:
+        assert target.__wrapped__ is not None, entry.target
     print("adapted", entry.target)
 """
 

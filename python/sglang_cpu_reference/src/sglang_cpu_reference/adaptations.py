@@ -82,6 +82,15 @@ TABLE: tuple[Adaptation, ...] = (
     ),
     Adaptation(
         module="sglang.srt.mem_cache.pool_host.base",
+        name="HICACHE_HOST_MEMORY_RESERVE_BYTES",
+        kind="constant",
+        hook=f"{_PACKAGE}.hicache:HOST_MEMORY_RESERVE_BYTES",
+        params=None,
+        why="keeps 10 GiB free beside a pool of a few MiB, or refuses to start",
+        seam="a flag or a platform hook for the reserve",
+    ),
+    Adaptation(
+        module="sglang.srt.mem_cache.pool_host.base",
         name="HostKVCache.__init__",
         kind="around",
         hook=f"{_PACKAGE}.hicache:unpin",

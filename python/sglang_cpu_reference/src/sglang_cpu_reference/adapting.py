@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ class Adaptation:
     Attributes:
         module: module that defines the target.
         name: dotted name of the target inside the module.
-        kind: ``replace``, ``around``, ``before`` or ``after`` (HookRegistry).
-        hook: ``package.module:function`` of this package.
+        kind: ``replace``, ``around``, ``before`` or ``after`` (HookRegistry), or
+            ``constant``: a module constant takes the hook's value.
+        hook: ``package.module:name`` of this package.
         params: the target's parameter names; None for a class or a builtin.
         optional: those of them that some releases lack.
         why: what goes wrong on a CPU without it.
@@ -60,21 +62,32 @@ def install(adaptation: Adaptation) -> None:
         AdaptationError: the target is missing, has other parameters, or the
             hook registry did not take the hook.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     if has_seam(adaptation):
         return
     original = resolve_target(adaptation)
     verify_parameters(adaptation, original)
-    HookRegistry.register(
-        adaptation.target,
-        pkgutil.resolve_name(adaptation.hook),
-        HookType(adaptation.kind),
-    )
-    HookRegistry.apply_hooks()
+    hook = pkgutil.resolve_name(adaptation.hook)
+    if adaptation.kind == "constant":
+        _set_constant(adaptation, original, hook)
+    else:
+        _apply_hook(adaptation, hook)
     if resolve_target(adaptation) is original:
         raise AdaptationError(_message(adaptation, "the hook to be applied", "it not"))
     logger.debug("Adapted %s: %s", adaptation.target, adaptation.why)
+
+
+def _apply_hook(adaptation: Adaptation, hook: Any) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(adaptation.target, hook, HookType(adaptation.kind))
+    HookRegistry.apply_hooks()
+
+
+def _set_constant(adaptation: Adaptation, original: Any, value: Any) -> None:
+    if type(original) is not type(value):
+        expected = f"a constant of type {type(value).__name__}"
+        raise AdaptationError(_message(adaptation, expected, repr(original)))
+    setattr(sys.modules[adaptation.module], adaptation.name, value)
 
 
 def has_seam(adaptation: Adaptation) -> bool:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+# Host memory left alone when pools are sized; their layers are small here.
+HOST_MEMORY_RESERVE_BYTES = 256 * 1024**2
+
 
 def unpin(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
     """Around ``HostKVCache.__init__``: there is no GPU to pin memory for."""
