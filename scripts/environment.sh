@@ -13,6 +13,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${DSPARK_PD_VENV:-$ROOT/.venv}"
 REQUIREMENTS="$ROOT/requirements/engine-0.5.23.txt"
 INSTALL_LOG="$VENV/install.log"
+STAMP="$VENV/.installed"
 NEEDED_DISK_GIB=9
 
 say() { printf '[setup] %s\n' "$*" >&2; }
@@ -54,8 +55,14 @@ make_venv() {
   local python
   python=$(find_python) || exit 2
   say "creating $VENV with $("$python" --version)"
-  "$python" -m venv "$VENV" ||
+  "$python" -m venv --clear "$VENV" ||
     refuse "could not create a virtual environment" "on Debian: apt-get install python3-venv"
+}
+
+# False when there is none, or when making it was interrupted.
+venv_is_whole() {
+  suits "$VENV/bin/python" &&
+    { [ -f "$STAMP" ] || "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
 }
 
 # Shows the large downloads and the end of the run, keeps everything in the log.
@@ -79,17 +86,16 @@ fingerprint() {
 }
 
 install_packages() {
-  local stamp="$VENV/.installed"
-  if [ -f "$stamp" ] && [ "$(fingerprint)" = "$(cat "$stamp")" ]; then
+  if [ -f "$STAMP" ] && [ "$(fingerprint)" = "$(cat "$STAMP")" ]; then
     return
   fi
-  rm -f "$stamp"
+  rm -f "$STAMP"
   : >"$INSTALL_LOG"
   say "installing pinned requirements (about 6 GiB; minutes the first time)"
   run_pip -r "$REQUIREMENTS"
   say "installing dspark-pd and the CPU reference platform"
   run_pip -e "$ROOT" -e "$ROOT/python/sglang_cpu_reference"
-  fingerprint >"$stamp"
+  fingerprint >"$STAMP"
 }
 
 apply_patch_set() {
@@ -107,7 +113,7 @@ prepare_environment() {
   # Two runs at once must not install into one environment at the same time.
   exec 9>"$VENV.lock"
   flock -w 1200 9 || refuse "another set-up of $VENV runs for 20 minutes" "stop it, then run again"
-  if ! suits "$VENV/bin/python"; then
+  if ! venv_is_whole; then
     check_machine
     make_venv
   fi
