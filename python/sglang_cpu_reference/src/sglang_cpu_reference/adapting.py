@@ -77,9 +77,15 @@ def install(adaptation: Adaptation) -> None:
 
 
 def _apply_hook(adaptation: Adaptation, hook: Any) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    HookRegistry.register(adaptation.target, hook, HookType(adaptation.kind))
+    # The source is what SGLang's own log line names.
+    HookRegistry.register(
+        adaptation.target,
+        hook,
+        HookType(adaptation.kind),
+        source=HookSource("cpu_reference", "sglang-cpu-reference"),
+    )
     HookRegistry.apply_hooks()
 
 
