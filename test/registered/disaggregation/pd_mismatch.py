@@ -18,7 +18,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from dspark_pd.bed import MODELS, Bed, Engine, EngineSpec, RouterSpec
+from dspark_pd.bed import MODELS, Bed, Engine, EngineSpec, Router, RouterSpec
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80]
 NEW_TOKENS = 4
@@ -61,10 +61,10 @@ def ask(url: str, *, timeout_s: float = 30.0, **fields: object) -> Answer:
     return Answer(status, text, time.monotonic() - began)
 
 
-def route_url(bed: Bed, prefill: Engine, decode: Engine) -> str:
+def route(bed: Bed, prefill: Engine, decode: Engine) -> Router:
     """A fresh router before a pair; routers stop using an engine after failures."""
     spec = RouterSpec(f"r-{prefill.name}-{decode.name}", [prefill], [decode])
-    return bed.start_router(spec).url
+    return bed.start_router(spec)
 
 
 def spec(name: str, role: str, draft: Path | None = MODELS.draft_full, **options):

@@ -18,7 +18,7 @@ from pd_mismatch import (
     ask,
     draft_of_other_shape,
     draft_of_other_weights,
-    route_url,
+    route,
     running_from,
     spec,
     tree_with,
@@ -59,17 +59,23 @@ def shared(bed: Bed, tmp_path_factory) -> Iterator[Shared]:
         ),
     }
     prefill, decode = bed.start([spec("good-p", "prefill"), spec("good-d", "decode")])
-    shared = Shared(bed, prefill, decode, route_url(bed, prefill, decode), trees)
+    router = route(bed, prefill, decode)
+    shared = Shared(bed, prefill, decode, router.url, trees)
     assert shared.serves()
     yield shared
-    bed.stop(prefill, decode)
+    bed.stop(router, prefill, decode)
 
 
 def observe(shared: Shared, row: str, prefill: Engine, decode: Engine) -> Answer:
     """Ask the pair behind a fresh router; keep the answer for the table."""
-    url = route_url(shared.bed, prefill, decode)
-    answer = ask(url)
+    router = route(shared.bed, prefill, decode)
+    try:
+        answer = ask(router.url)
+        again = ask(router.url)
+    finally:
+        shared.bed.stop(router)
     OBSERVED[row] = ("served" if answer.served else "refused", answer)
+    assert again.served == answer.served, "the second request fared otherwise"
     return answer
 
 
@@ -125,7 +131,7 @@ def test_draft_that_differs(shared: Shared, row: str, tmp_path) -> None:
 WORKING = {
     "mismatch: block of 4 and 2, harmless": (
         "PD-BLOCK-SIZE",
-        {"args": {"speculative-num-draft-tokens": 3}},
+        {"args": {"speculative-dspark-block-size": 2}},
     ),
     "mismatch: TP 1 to 2, works": (None, {"tp": 2}),
 }
@@ -185,7 +191,6 @@ def test_mismatch_cold_draft_that_is_asked_for(shared: Shared) -> None:
     )
     row = "mismatch: DSPARK only on decode, opt-out"
     assert observe(shared, row, plain, cold).served
-    assert ask(shared.bed.servers[-1].url).served
     assert cold.log_text().count("[PD-COLD-DRAFT-ALLOWED]") == 1
     shared.bed.stop(plain, cold)
 
@@ -232,8 +237,9 @@ def test_mismatch_tails(shared: Shared) -> None:
 def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:
     """Same ports, another page size, then the right one: decode needs no restart."""
     first = start_one(shared, spec("again-p", "prefill"))
-    url = route_url(shared.bed, first, shared.decode)
-    assert ask(url).served
+    router = route(shared.bed, first, shared.decode)
+    assert ask(router.url).served
+    shared.bed.stop(router)
     ports = {"port": first.port, "bootstrap_port": first.bootstrap_port}
     shared.bed.stop(first)
     for row, code, options in (

@@ -12,13 +12,19 @@ import threading
 import time
 from collections import defaultdict
 from types import SimpleNamespace
+from unittest import mock
 
 import zmq
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
-from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
-from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.peer_agreement import FRAME_MAGIC
+from sglang.srt.disaggregation.nixl.conn import (
+    GUARD,
+    NixlKVManager,
+    NixlKVReceiver,
+    NixlKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 NATIVE = {
     "version": 1,
@@ -247,22 +253,24 @@ def nixl_decode(description=NATIVE, **kv_args):
     )
 
 
+def patch_existing(module, **replacements):
+    """`mock.patch.multiple` for the names that this release's module has."""
+    known = {k: v for k, v in replacements.items() if hasattr(module, k)}
+    return mock.patch.multiple(module, **known)
+
+
 def open_sender(manager, room):
     """A sender as the prefill scheduler creates it; needs the parallel context."""
-    from unittest import mock
-
-    parallel = SimpleNamespace(num_dp_ranks=1)
-    observability = SimpleNamespace(enable_trace=False)
-    base = "sglang.srt.disaggregation.common.conn."
-    with (
-        mock.patch(base + "get_parallel", return_value=parallel),
-        mock.patch(base + "get_observability", return_value=observability),
+    with patch_existing(
+        conn,
+        get_parallel=lambda: SimpleNamespace(num_dp_ranks=1),
+        get_observability=lambda: SimpleNamespace(enable_trace=False),
     ):
-        return CommonKVSender(manager, "127.0.0.1:1", room)
+        return NixlKVSender(manager, "127.0.0.1:1", room)
 
 
 def open_receiver(manager, addr, room):
-    return CommonKVReceiver(manager, addr, room)
+    return NixlKVReceiver(manager, addr, room)
 
 
 def wait_for(condition, timeout_s: float = 5.0):

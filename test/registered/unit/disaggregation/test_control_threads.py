@@ -33,23 +33,23 @@ from peer_fixtures import (
     open_sender,
     wait_for,
 )
+
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn, control_thread_guard
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
 )
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
-
-from sglang.srt.disaggregation.common import conn, control_thread_guard
 from sglang.srt.disaggregation.common.control_thread_guard import (
     health_failure,
     health_response,
     survives,
 )
 from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 

@@ -24,14 +24,14 @@ from peer_fixtures import (
     open_sender,
     wait_for,
 )
+
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import peer_admission, peer_agreement
+from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
-
-from sglang.srt.disaggregation.common import peer_admission, peer_agreement
-from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 

@@ -23,22 +23,24 @@ from peer_fixtures import (
     nixl_decode,
     nixl_prefill,
     open_receiver,
+    patch_existing,
     wait_for,
 )
+
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn, peer_agreement
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
     PrefillServerInfo,
 )
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
-
-from sglang.srt.disaggregation.common import conn, peer_agreement
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -278,26 +280,36 @@ class TestDecodeRefuses(_WithServer):
 
 class TestRegistrationFrame(CustomTestCase):
     def registered(self, description):
+        """What reaches prefill when upstream's receiver registers."""
         decode = nixl_decode(description)
         self.addCleanup(close, decode)
-        decode.build_receiver_registration_message = lambda: [b"None", b"rest"]
+        decode.agent.get_agent_metadata = lambda: b"metadata"
+        decode.kv_args.__dict__.update(
+            kv_data_mem_kinds=[],
+            state_data_ptrs=[],
+            state_item_lens=[],
+            state_data_lens=[],
+            state_layer_ids=[],
+            gpu_id=0,
+        )
         wire = Wire(decode)
         self.addCleanup(wire.close)
-        receiver = open_receiver(decode, "127.0.0.1:1", 3)
+        receiver = object.__new__(NixlKVReceiver)
+        receiver.kv_mgr, receiver.bootstrap_room = decode, 3
         receiver.bootstrap_infos = [{"rank_ip": "127.0.0.1", "rank_port": wire.port}]
         self.assertTrue(receiver._register_kv_args())
         return wire.answer()
 
     def test_decode_registers_with_its_description(self):
         frames = self.registered(NATIVE)
-        self.assertEqual(frames[:2], [b"None", b"rest"])
         magic = peer_agreement.FRAME_MAGIC
-        self.assertTrue(frames[2].startswith(magic))
-        self.assertEqual(json.loads(frames[2][len(magic) :]), NATIVE)
+        self.assertEqual(frames[1], b"None")
+        self.assertTrue(frames[-1].startswith(magic))
+        self.assertEqual(json.loads(frames[-1][len(magic) :]), NATIVE)
 
     def test_backends_that_do_not_look_for_it_do_not_get_it(self):
         frames = self.registered({**NATIVE, "backend": "mori"})
-        self.assertEqual(frames, [b"None", b"rest"])
+        self.assertFalse(frames[-1].startswith(peer_agreement.FRAME_MAGIC))
 
 
 class _Stop(Exception):
@@ -334,7 +346,7 @@ class TestDescribe(CustomTestCase):
             "get_device": lambda: mock.MagicMock(),
         }
         with (
-            mock.patch.multiple(module, **patches),
+            patch_existing(module, **patches),
             mock.patch.object(
                 peer_agreement, "_describe_rank", lambda *args: seen.append(args) or {}
             ),

@@ -413,3 +413,17 @@ def add_description(manager: Any, message: list[bytes]) -> list[bytes]:
     if description and description.get("backend") in BACKENDS_WITH_ADMISSION:
         message.append(FRAME_MAGIC + json.dumps(description).encode("utf-8"))
     return message
+
+
+class DescribingSocket:
+    """A socket whose registration messages end with decode's description.
+
+    For releases that build and send the message in one expression.
+    """
+
+    def __init__(self, manager: Any, socket: Any) -> None:
+        self._manager = manager
+        self._socket = socket
+
+    def send_multipart(self, parts: list[bytes]) -> None:
+        self._socket.send_multipart(add_description(self._manager, list(parts)))

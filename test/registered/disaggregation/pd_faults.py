@@ -1,0 +1,149 @@
+"""Ways to hurt a running pair, and what an engine holds when it should hold nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+from pd_mismatch import Answer, ask
+
+from dspark_pd.bed import Engine
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+LONG = 256
+
+
+def get_json(url: str, timeout_s: float = 10.0):
+    with _opener.open(url, timeout=timeout_s) as response:
+        return json.loads(response.read())
+
+
+def ask_many(url: str, count: int, **options) -> list[Answer]:
+    """`count` requests at once."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda _: ask(url, **options), range(count)))
+
+
+def during_requests(
+    url: str, count: int, hurt: Callable[[], None], dice: random.Random
+):
+    """Start long requests, hurt something at a random point of them; their answers."""
+    sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+    with ThreadPoolExecutor(count + 1) as pool:
+        asked = [
+            pool.submit(ask, url, timeout_s=90, sampling_params=sampling)
+            for _ in range(count)
+        ]
+        time.sleep(dice.uniform(0.05, 1.5))
+        hurt()
+        return [future.result() for future in asked]
+
+
+def signal_group(engine: Engine, number: int) -> None:
+    """Send a signal to every process of an engine."""
+    os.killpg(os.getpgid(engine.pid), number)
+
+
+def pause(engine: Engine, seconds: float) -> None:
+    """SIGSTOP, wait, SIGCONT."""
+    signal_group(engine, signal.SIGSTOP)
+    time.sleep(seconds)
+    signal_group(engine, signal.SIGCONT)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:
+    """Seconds until the condition held; None when it did not in time."""
+    began = time.monotonic()
+    while time.monotonic() - began < timeout_s:
+        if condition():
+            return time.monotonic() - began
+        time.sleep(0.25)
+    return None
+
+
+def holdings(engine: Engine) -> dict[str, int]:
+    """Requests in any queue, and KV tokens in use that no cache could give up."""
+    [load] = get_json(f"{engine.url}/v1/loads")["loads"]
+    held = {
+        name: value
+        for name, value in {**load["disaggregation"], **load["queues"]}.items()
+        if isinstance(value, int) and value
+    }
+    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens"):
+        if load[name]:
+            held[name] = load[name]
+    return held
+
+
+def empty_within(engine: Engine, timeout_s: float = 20.0) -> dict[str, int]:
+    """What an engine still holds after its caches were emptied; {} when nothing."""
+    held: dict[str, int] = {}
+
+    def is_empty() -> bool:
+        nonlocal held
+        request = urllib.request.Request(f"{engine.url}/flush_cache", method="POST")
+        try:
+            _opener.open(request, timeout=10).close()
+        except OSError:
+            return False
+        held = holdings(engine)
+        return not held
+
+    if wait_until(is_empty, timeout_s) is None and not held:
+        return {"busy": 1}
+    return held
+
+
+def control_port(prefill: Engine) -> int:
+    """The port on which the first rank of a prefill listens to decodes."""
+    query = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+    base = f"http://{prefill.host}:{prefill.bootstrap_port}"
+    return get_json(f"{base}/route?{query}")["rank_port"]
+
+
+def throw_frames(host: str, port: int, count: int, seed: int) -> None:
+    """Send hostile control messages: garbage, and good ones with damage."""
+    dice = random.Random(seed)
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 5000)
+    socket.connect(f"tcp://{host}:{port}")
+    for number in range(count):
+        socket.send_multipart(_hostile(dice, number))
+    socket.close()
+    context.term()
+
+
+def _hostile(dice: random.Random, number: int) -> list[bytes]:
+    room, port = str(dice.getrandbits(40)).encode(), str(dice.randrange(65536)).encode()
+    name = f"decode-{number}".encode()
+    kinds = (
+        [b"NixlMsgGuard", b"None", b"127.0.0.1", port, name, b"meta", b"12345678"] * 1,
+        [
+            b"NixlMsgGuard",
+            room,
+            b"127.0.0.1",
+            port,
+            name,
+            struct.pack("i", 1),
+            b"0",
+            b"1",
+        ],
+        [b"ABORT", room, b"127.0.0.1", port],
+        [b"PEER_REFUSED", room, b"why"],
+        [dice.randbytes(dice.randrange(40)) for _ in range(dice.randrange(1, 26))],
+        [b"STAGING_RSP", room],
+        [b"WATERMARK"],
+    )
+    frames = list(dice.choice(kinds))
+    if dice.random() < 0.5:
+        frames[dice.randrange(len(frames))] = dice.randbytes(dice.randrange(12))
+    return frames

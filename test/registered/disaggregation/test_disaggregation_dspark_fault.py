@@ -1,0 +1,161 @@
+"""Faults: the client is answered, nothing stays behind, the pair serves again.
+
+Engines, the router and messages are hurt at random points of running requests (seeded).
+Every request must be answered within a bound, with a result or an error; afterwards no
+queue holds a request and no KV token is in use, and more requests than there are
+metadata slots go through.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from pd_faults import (
+    ask_many,
+    control_port,
+    during_requests,
+    empty_within,
+    pause,
+    signal_group,
+    throw_frames,
+    wait_until,
+)
+from pd_mismatch import Answer, ask, spec, unhealthy
+
+from dspark_pd.bed import Bed, Engine, Router, RouterSpec
+
+pytestmark = pytest.mark.e2e
+
+# Router: two failed checks of 2 s each; decode: two missed heartbeats of 5 s each.
+ANSWER_LIMIT_S = 45.0
+BACK_LIMIT_S = 30.0
+FRAMES = 10_000
+SLOTS = 32  # metadata slots of an engine with --max-running-requests 16
+OBSERVED: dict[str, tuple[float, str]] = {}
+
+
+@dataclass
+class Running:
+    """The pair of the module; engines are replaced by their restarted selves."""
+
+    bed: Bed
+    prefill: Engine
+    decode: Engine
+    router: Router
+    dice: random.Random
+
+    def restart(self, which: str) -> None:
+        engine = getattr(self, which)
+        self.bed.stop(engine)
+        options = {"port": engine.port, "bootstrap_port": engine.bootstrap_port}
+        [started] = self.bed.start([spec(which[0], which, **options)])
+        setattr(self, which, started)
+
+    def serves(self) -> bool:
+        return ask(self.router.url).served
+
+
+@pytest.fixture(scope="module")
+def running(bed: Bed) -> Iterator[Running]:
+    prefill, decode = bed.start([spec("fault-p", "prefill"), spec("fault-d", "decode")])
+    router = bed.start_router(RouterSpec("fault-r", [prefill], [decode]))
+    running = Running(bed, prefill, decode, router, random.Random(20261129))
+    assert wait_until(running.serves, BACK_LIMIT_S) is not None
+    yield running
+    bed.stop(running.router, running.prefill, running.decode)
+
+
+def check_answered(fault: str, answers: list[Answer]) -> None:
+    """All answered in time; keep the slowest for the table."""
+    slowest = max(answer.seconds for answer in answers)
+    outcomes = sorted({str(answer.status) for answer in answers})
+    OBSERVED[fault] = (slowest, ", ".join(outcomes))
+    assert all(answer.status is not None for answer in answers), answers
+    assert slowest < ANSWER_LIMIT_S
+
+
+def check_recovered(running: Running) -> None:
+    """The pair serves, holds nothing, and has all its slots."""
+    back = wait_until(running.serves, BACK_LIMIT_S)
+    assert back is not None, "the pair does not serve again"
+    served = [a.served for a in ask_many(running.router.url, SLOTS + 8, timeout_s=120)]
+    assert all(served), f"{served.count(False)} of {len(served)} were not served"
+    for engine in (running.prefill, running.decode):
+        assert empty_within(engine) == {}, f"{engine.name} still holds something"
+    assert not unhealthy(running.prefill, running.decode)
+
+
+@pytest.mark.parametrize("which", ["decode", "prefill"])
+def test_fault_engine_killed(running: Running, which: str) -> None:
+    engine = getattr(running, which)
+    answers = during_requests(
+        running.router.url,
+        4,
+        lambda: signal_group(engine, signal.SIGKILL),
+        running.dice,
+    )
+    check_answered(f"{which} killed", answers)
+    running.restart(which)
+    check_recovered(running)
+
+
+@pytest.mark.parametrize("which", ["decode", "prefill"])
+def test_fault_engine_stopped_for_a_while(running: Running, which: str) -> None:
+    engine = getattr(running, which)
+    answers = during_requests(
+        running.router.url, 4, lambda: pause(engine, 4.0), running.dice
+    )
+    check_answered(f"{which} stopped for 4 s", answers)
+    check_recovered(running)
+
+
+def test_fault_router_killed(running: Running) -> None:
+    """Clients lose their connection; the engines must not keep their requests."""
+    old = running.router
+    answers = during_requests(
+        old.url, 4, lambda: signal_group(old, signal.SIGKILL), running.dice
+    )
+    OBSERVED["router killed"] = (max(a.seconds for a in answers), "connection lost")
+    running.bed.stop(old)
+    running.router = running.bed.start_router(
+        RouterSpec("fault-r2", [running.prefill], [running.decode])
+    )
+    check_recovered(running)
+
+
+def test_fault_clients_go_away(running: Running) -> None:
+    """More abandoned requests than there are slots."""
+    for _ in range(3):
+        ask_many(running.router.url, 16, timeout_s=running.dice.uniform(0.02, 0.4))
+    check_recovered(running)
+
+
+def test_fault_hostile_frames(running: Running) -> None:
+    """Garbage at prefill's control port, while requests are served."""
+    port = control_port(running.prefill)
+    answers = during_requests(
+        running.router.url,
+        2,
+        lambda: throw_frames(running.prefill.host, port, FRAMES, seed=5),
+        running.dice,
+    )
+    check_answered(f"{FRAMES} hostile frames", answers)
+    assert all(answer.status == 200 for answer in answers)
+    check_recovered(running)
+
+
+def test_fault_table(capsys) -> None:
+    """Print every fault with the slowest answer."""
+    assert OBSERVED, "no fault was run"
+    with capsys.disabled():
+        print(f"\n{'fault':<32} {'slowest answer':>14}  statuses")
+        for fault, (seconds, outcomes) in OBSERVED.items():
+            print(f"{fault:<32} {seconds:>12.1f} s  {outcomes}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-m", "e2e"]))
