@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def edits_of(match: Match, source: bytes, replaces: bool) -> list[Edit]:
             end = _end_of_line(source, end)
         pairs = [(match.start, before), (end, after)]
     else:
-        pairs = [_text_inside(old, new, match.start)]
+        pairs = _text_between(old, new, match.start)
     return [Edit(at, at, text, match.rule_id) for at, text in pairs if text]
 
 
@@ -112,21 +113,45 @@ def _lines_around(old: str, new: str) -> tuple[str, str] | None:
     return before, after
 
 
-def _text_inside(old: str, new: str, start: int) -> tuple[int, str]:
-    """Return (offset, text) of the one insertion that turns ``old`` into ``new``."""
-    head = _common(old, new)
-    tail = _common(old[head:][::-1], new[head:][::-1])
-    if head + tail < len(old):
-        raise NotAnInsertion(f"{_brief(old)} -> {_brief(new)}")
-    at = start + len(old[:head].encode("utf-8"))
-    return at, new[head : len(new) - tail]
+def _text_between(old: str, new: str, start: int) -> list[tuple[int, str]]:
+    """Return the (offset, text) that turn ``old`` into ``new``, word by word."""
+    old_words, new_words = _words(old), _words(new)
+    matcher = difflib.SequenceMatcher(
+        None, [old[a:b] for a, b in old_words], [new[a:b] for a, b in new_words], False
+    )
+    pairs = []
+    for kind, first, last, new_first, new_last in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        if first != last:
+            raise NotAnInsertion(f"{_brief(old)} -> {_brief(new)}")
+        # What stands between two words of upstream, there and in the replacement.
+        gap = _gap(old_words, first, first, len(old))
+        new_gap = _gap(new_words, new_first, new_last, len(new))
+        at, text = _added(old[slice(*gap)], new[slice(*new_gap)])
+        pairs.append((start + len(old[: gap[0] + at].encode("utf-8")), text))
+    return pairs
 
 
-def _common(one: str, other: str) -> int:
-    """Return how many characters both begin with."""
-    pairs = zip(one, other, strict=False)
-    differing = (index for index, (a, b) in enumerate(pairs) if a != b)
-    return next(differing, min(len(one), len(other)))
+def _words(text: str) -> list[tuple[int, int]]:
+    return [found.span() for found in re.finditer(r"\w+|[^\w\s]", text)]
+
+
+def _gap(
+    words: list[tuple[int, int]], first: int, last: int, end: int
+) -> tuple[int, int]:
+    """Return the span from the word before ``first`` to the word at ``last``."""
+    before = words[first - 1][1] if first else 0
+    return before, words[last][0] if last < len(words) else end
+
+
+def _added(old_space: str, new: str) -> tuple[int, str]:
+    """Return where in the space of upstream, and what, was added."""
+    if new.endswith(old_space):
+        return 0, new[: len(new) - len(old_space)]
+    if new.startswith(old_space):
+        return len(old_space), new[len(old_space) :]
+    raise NotAnInsertion(f"the space before {_brief(new)}")
 
 
 def _end_of_line(source: bytes, offset: int) -> int:

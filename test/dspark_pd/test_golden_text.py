@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from golden_text import render
 
 from dspark_pd.insertion import Edit
 from dspark_pd.plan import PlannedFile
+from golden_text import render
 
 pytestmark = pytest.mark.unit
 
-SOURCE = '''\
+SOURCE = """\
 TOP = 1
 
 
@@ -23,7 +23,7 @@ class Outer:
     def second(self):
         if self.first:
             return call(1)
-'''
+"""
 
 
 def rendered(anchor: str, text: str, after: bool = False) -> str:
@@ -60,7 +60,9 @@ def test_a_method_before_another_one_is_in_the_class() -> None:
 
 
 def test_the_top_of_a_file() -> None:
-    assert rendered("TOP = 1", "OURS = 2\n") == "a.call-b  <module> +0\n    | OURS = 2\n"
+    assert (
+        rendered("TOP = 1", "OURS = 2\n") == "a.call-b  <module> +0\n    | OURS = 2\n"
+    )
 
 
 def test_nothing_of_the_file_is_shown() -> None:

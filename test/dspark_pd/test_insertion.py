@@ -89,6 +89,12 @@ def test_inside_an_expression() -> None:
     assert insert(source, "call(é, b)", "call(é, b, ours)") == "call(é, b, ours)\n"
 
 
+def test_before_and_inside_at_once() -> None:
+    old = "if not a.b(c):\n        stop(1)"
+    new = "asked = ask()\n    if not a.b(c) and not asked:\n        stop(1)"
+    assert insert(f"def f():\n    {old}\n", old, new) == f"def f():\n    {new}\n"
+
+
 def test_indentation_inside_a_string_is_kept() -> None:
     old = 'work("""a\n b""")'
     new = 'ours()\n    work("""a\n     b""")'
