@@ -55,12 +55,10 @@ def run(options: argparse.Namespace) -> Result:
 
 def diagnose(prefill: Engine, decode: Engine) -> list[Finding]:
     """All findings on a pair, the worst first, otherwise in the order of the rows."""
-    findings = [
-        *prefill.problems,
-        *decode.problems,
-        *agreement_findings(prefill, decode),
-        *engine_findings(prefill, decode),
-    ]
+    findings = [*prefill.problems, *decode.problems]
+    if prefill.args and decode.args:
+        findings += agreement_findings(prefill, decode)
+        findings += engine_findings(prefill, decode)
     return sorted(findings, key=lambda f: _SEVERITY_ORDER.index(f.severity))
 
 

@@ -433,4 +433,4 @@ def test_an_engine_that_does_not_answer(run: Run) -> None:
     address = "http://127.0.0.1:9"
     outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
     assert outcome.code == 1
-    assert outcome.data["findings"][0]["code"] == "DOC-UNREACHABLE"
+    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2

@@ -11,8 +11,6 @@ import itertools
 import unittest
 
 from peer_fixtures import NATIVE, PLAIN
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import CustomTestCase
 
 from sglang.srt.disaggregation.common.peer_agreement_rules import (
     RULES,
@@ -27,6 +25,8 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
     WARN,
     look_up,
 )
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -74,6 +74,10 @@ CASES = {
     "PD-TARGET": (NATIVE, {**NATIVE, "target": "T layers=5"}),
     "PD-PAGE-SIZE": (NATIVE, {**NATIVE, "page_size": 64}),
     "PD-KV-DTYPE": (NATIVE, {**NATIVE, "kv_dtype": "fp8_e4m3"}),
+    "PD-KV-STORAGE": (
+        {**NATIVE, "kv_storage": "float32"},
+        {**NATIVE, "kv_storage": "bfloat16"},
+    ),
     "PD-AUX": (NATIVE, {**NATIVE, "aux": [*NATIVE["aux"], "kv_checksum"]}),
     "PD-TP": ({**NATIVE, "tp": 2}, {**NATIVE, "tp": 3}),
     "PD-PP": ({**NATIVE, "pp": 2}, {**NATIVE, "pp": 4}),
@@ -113,6 +117,10 @@ CASES = {
     "PD-TAIL-CP": (TAIL_DECODE, {**TAIL_PREFILL, "cp": 2}),
 }
 GOOD = {
+    "EAGLE on decode alone, upstream's business": (
+        {**PLAIN, "algorithm": "EAGLE", "aux": ["output_ids:64", "hidden:512"]},
+        {**PLAIN, "aux": ["output_ids:64", "hidden:64"]},
+    ),
     "native": (NATIVE, NATIVE),
     "plain": (PLAIN, PLAIN),
     "tail": (TAIL_DECODE, TAIL_PREFILL),
@@ -165,6 +173,16 @@ class TestRows(CustomTestCase):
             if rule.severity in (WARN, NOTE):
                 with self.subTest(rule.code):
                     self.assertIsNone(refusal(*CASES[rule.code]))
+
+
+class TestAuxLayout(CustomTestCase):
+    def test_width_counts_with_dspark(self):
+        wide = {**NATIVE, "aux": ["output_ids", "bootstrap_room:64"]}
+        self.assertEqual(refusal(wide, NATIVE).code, "PD-AUX")
+
+    def test_names_count_always(self):
+        more = {**PLAIN, "aux": [*PLAIN["aux"], "kv_checksum:64"]}
+        self.assertEqual(refusal(more, PLAIN).code, "PD-AUX")
 
 
 class TestAllPairs(CustomTestCase):

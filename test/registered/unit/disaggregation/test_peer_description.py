@@ -180,10 +180,12 @@ class TestEngineFacts(CustomTestCase):
             output_ids=torch.zeros(1),
             kv_checksum=None,
             dspark_tail=torch.zeros(1),
-            bootstrap_room=torch.zeros(1),
+            bootstrap_room=torch.zeros(1, 2),
         )
         with (
-            mock.patch.object(peer_agreement, "_describe_handoff", return_value=handoff),
+            mock.patch.object(
+                peer_agreement, "_describe_handoff", return_value=handoff
+            ),
             mock.patch.object(
                 peer_agreement, "_resolved_args", side_effect=lambda args: vars(args)
             ),
@@ -195,7 +197,7 @@ class TestEngineFacts(CustomTestCase):
         described = self.describe_rank(None)
         self.assertEqual(described["page_size"], 64)
         self.assertEqual(described["kv_storage"], "float32")
-        self.assertEqual(described["aux"], ["output_ids", "bootstrap_room"])
+        self.assertEqual(described["aux"], ["output_ids:4", "bootstrap_room:8"])
         self.assertEqual((described["kv_entries"], described["mode"]), (8, "none"))
         self.assertFalse(described["kv_layer_ids"])
 

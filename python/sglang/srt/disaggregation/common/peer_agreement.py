@@ -100,7 +100,7 @@ def _describe_rank(scheduler, role, kv_args, buffers) -> Description:
         page_size=int(kv_args.page_size),
         kv_dtype=kv_args.kv_cache_dtype_str,
         kv_storage=_storage_dtype(kv_args, scheduler),
-        aux=aux_names(buffers),
+        aux=aux_layout(buffers),
         kv_layer_ids=bool(getattr(kv_args, "kv_layer_ids", None)),
         kv_entries=len(kv_args.kv_item_lens),
         draft_entries=int(getattr(kv_args, "num_draft_entries", 0)),
@@ -155,13 +155,14 @@ def _storage_dtype(kv_args: Any, scheduler: Any) -> str | None:
     return str(dtype).removeprefix("torch.") if dtype is not None else None
 
 
-def aux_names(buffers: Any) -> list[str]:
-    """Names of the metadata buffers, in the order in which they were allocated.
+def aux_layout(buffers: Any) -> list[str]:
+    """``name:bytes per slot`` of the metadata buffers, in the order of allocation.
 
+    The sender addresses a slot with its own width, so widths must agree like names.
     The hand-over's tail is left out: it is the last buffer and its mode covers it.
     """
     return [
-        name
+        f"{name}:{value[0].nbytes}"
         for name, value in vars(buffers).items()
         if hasattr(value, "data_ptr") and "tail" not in name
     ]

@@ -75,6 +75,19 @@ def _decode_has_context_parallel(pair: Pair) -> bool:
     return (pair.decode.get("cp") or 1) > 1
 
 
+def _aux_layouts_clash(pair: Pair) -> bool:
+    """Names must agree always; widths where DSPARK or a tail is involved.
+
+    The draft's hidden state is the one buffer whose width follows the algorithm, and
+    what other algorithms do with it on one engine alone is not ours to refuse.
+    """
+    if not (pair.described and pair.differ("aux")):
+        return False
+    names = [[entry.partition(":")[0] for entry in aux] for aux in pair.both("aux")]
+    ours = "DSPARK" in pair.both("algorithm") or pair.prefill_mode == "tail"
+    return names[0] != names[1] or ours
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     # -- can the two talk at all ----------------------------------------------------
     Rule(
@@ -207,14 +220,24 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "give both engines the same --kv-cache-dtype (and --dtype)",
     ),
     Rule(
+        "PD-KV-STORAGE",
+        REFUSE,
+        "kv_storage",
+        lambda p: p.differ("kv_storage"),
+        "the engines' KV pools hold different dtypes",
+        "KV bytes would be misread",
+        "give both engines the same --dtype, which --kv-cache-dtype auto follows",
+    ),
+    Rule(
         "PD-AUX",
         REFUSE,
         "aux",
-        lambda p: p.described and p.differ("aux"),
+        _aux_layouts_clash,
         "the engines transfer different metadata buffers",
-        "the buffers pair by position, so later ones would land in the wrong place",
-        "enable --disaggregation-enable-kv-checksum, "
-        "SGLANG_ENABLE_DISAGG_SAMPLING_MASK and the DSA top-k buffer on both or none",
+        "slots are addressed by position and width, so values would land elsewhere",
+        "run the same --speculative-algorithm; enable "
+        "--disaggregation-enable-kv-checksum, SGLANG_ENABLE_DISAGG_SAMPLING_MASK and "
+        "the DSA top-k buffer on both engines or on none",
     ),
     # -- parallel layouts -----------------------------------------------------------
     Rule(
