@@ -129,8 +129,21 @@ def _text_between(old: str, new: str, start: int) -> list[tuple[int, str]]:
         gap = _gap(old_words, first, first, len(old))
         new_gap = _gap(new_words, new_first, new_last, len(new))
         at, text = _added(old[slice(*gap)], new[slice(*new_gap)])
-        pairs.append((start + len(old[: gap[0] + at].encode("utf-8")), text))
+        at, text = _slide(old, gap[0] + at, text)
+        pairs.append((start + len(old[:at].encode("utf-8")), text))
     return pairs
+
+
+def _slide(old: str, at: int, text: str) -> tuple[int, str]:
+    """Move an insertion behind what it shares with upstream.
+
+    ``) and (b)`` before a parenthesis is `` and (b))`` behind it: the same result, told
+    as a person would tell it.
+    """
+    while at < len(old) and text[0] == old[at]:
+        text = text[1:] + text[0]
+        at += 1
+    return at, text
 
 
 def _words(text: str) -> list[tuple[int, int]]:
