@@ -49,7 +49,7 @@ def moved_formula(prompts: list[Prompt]) -> int:
     draft = check_checkpoint(MODELS.draft_swa, "draft")
     heads = target["num_key_value_heads"] * target["head_dim"]
     per_token = target["num_hidden_layers"] * 2 * heads * 4
-    layers = len(draft["dflash_config"]["target_layer_ids"])
+    layers = len(draft["target_layer_ids"])
     per_row = layers * target["hidden_size"] * 4
     window = draft["sliding_window"] - 1
     return sum(

@@ -70,8 +70,7 @@ def summary(draft: str, tail: int | None, name: str, replies: list[Reply]) -> Po
 
 def pair_specs(draft: str, tail: int) -> list[EngineSpec]:
     """Prefill and decode that agree on `tail` rows, partial context allowed."""
-    config = check_checkpoint(DRAFTS[draft], "draft")
-    layers = config["dflash_config"]["target_layer_ids"]
+    layers = check_checkpoint(DRAFTS[draft], "draft")["target_layer_ids"]
     both = {
         "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": str(tail),
         "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "1",

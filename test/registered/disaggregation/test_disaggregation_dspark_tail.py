@@ -56,7 +56,10 @@ METADATA_BYTES, HEADER_BYTES = 1600, 64
 def prefill_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec:
     """A prefill that captures; the draft's config tells it layers and window."""
     options.setdefault("chunked_prefill", CHUNK)
-    args = {"speculative-draft-model-path": str(MODELS.draft_swa)}
+    args = {
+        "speculative-draft-model-path": str(MODELS.draft_swa),
+        **options.pop("args", {}),
+    }
     return EngineSpec(
         name, "prefill", MODELS.target, args=args, env=env or CAPTURE, **options
     )
@@ -196,9 +199,12 @@ def kv_bytes_per_token() -> int:
     return config["num_hidden_layers"] * 2 * heads * 4
 
 
+def captured_layers(draft: Path) -> list[int]:
+    return check_checkpoint(draft, "draft")["target_layer_ids"]
+
+
 def row_bytes() -> int:
-    draft = check_checkpoint(MODELS.draft_swa, "draft")
-    layers = draft["dflash_config"]["target_layer_ids"]
+    layers = captured_layers(MODELS.draft_swa)
     return len(layers) * check_checkpoint(MODELS.target, "target")["hidden_size"] * 4
 
 
@@ -292,11 +298,17 @@ def test_tail_engines_are_healthy(bed: Bed, fleet: Fleet) -> None:
 
 @pytest.fixture(scope="module")
 def paged_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
-    """Pages of 16, pipelined prefill, decode radix cache, no overlap on decode."""
+    """Pages of 16, decode radix cache, no overlap on decode.
+
+    Prefill is pipelined and starts before decode has reserved a slot; it is made to
+    throw away every second first attempt, whose tokens are then in its cache.
+    """
     args = {"disaggregation-decode-enable-radix-cache": True}
+    retried = {**CAPTURE, "SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
+    early = {"optimistic-prefill-attempts": 2}
     engines = bed.start(
         [
-            prefill_spec("tail-p16", pp=2, page_size=16),
+            prefill_spec("tail-p16", pp=2, page_size=16, env=retried, args=early),
             decode_spec("tail-d16", page_size=16, overlap=False, args=args),
         ]
     )
@@ -305,7 +317,7 @@ def paged_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("name", [*SETS, "sliding-radix"])
-def test_tail_pages_and_decode_radix(
+def test_tail_pages_decode_radix_and_retries(
     paged_client: Client, references: References, name: str
 ) -> None:
     for _ in range(2):
@@ -356,8 +368,7 @@ PARTIAL = {
 @pytest.fixture(scope="module")
 def partial_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
     """A full-attention draft with eight rows of context, asked for by name."""
-    layers = check_checkpoint(MODELS.draft_full, "draft")["dflash_config"]
-    ids = ",".join(str(i) for i in layers["target_layer_ids"])
+    ids = ",".join(map(str, captured_layers(MODELS.draft_full)))
     capture = {
         **CAPTURE,
         **PARTIAL,

@@ -160,28 +160,31 @@ def _groups(jobs: list[_Job]) -> Iterator[list[_Job]]:
 
 
 def _inject_group(worker: Any, group: list[_Job]) -> None:
-    counts = [job.rows.shape[0] for job in group]
-    owner = torch.repeat_interleave(
-        torch.tensor([job.req_pool_idx for job in group]), torch.tensor(counts)
-    )
-    columns = torch.cat(
-        [torch.arange(job.start, job.start + n) for job, n in zip(group, counts)]
-    )
-    final = torch.repeat_interleave(
-        torch.tensor([job.start + n - 1 for job, n in zip(group, counts)]),
-        torch.tensor(counts),
-    )
+    # Pinned copies: a pageable one would wait for the forward this stream waits for.
+    from sglang.srt.utils.common import async_h2d
+
+    owners: list[int] = []
+    columns: list[int] = []
+    finals: list[int] = []
+    for job in group:
+        count = job.rows.shape[0]
+        owners += [job.req_pool_idx] * count
+        columns += range(job.start, job.start + count)
+        finals += [job.start + count - 1] * count
     device = worker.device
-    owner, columns, final = (t.to(device) for t in (owner, columns, final))
+    owner, column, final = (
+        async_h2d(values, dtype=torch.int64, device=device)
+        for values in (owners, columns, finals)
+    )
     rows = torch.cat([job.rows.to(device, non_blocking=True) for job in group])
-    slots = worker.model_runner.req_to_token_pool.req_to_token[owner, columns]
+    slots = worker.model_runner.req_to_token_pool.req_to_token[owner, column]
     injector = worker._kv_injector
     ring = injector.swa_ring_size is not None
     with worker._draft_context():
         injector.inject_target_hidden(
             target_hidden=rows,
             cache_loc=slots.to(torch.int64),
-            positions=columns,
+            positions=column,
             state_slot=owner if ring else None,
             final_pos=final if ring else None,
         )
@@ -212,11 +215,13 @@ def _forget_fake(worker: Any, req: Req, seq_len: int) -> None:
 
 
 def _set_valid_from(pool: Any, device: Any, slot: int, position: int) -> None:
+    from sglang.srt.utils.common import async_h2d
+
     if getattr(pool, "swa_valid_from", None) is None:
         return
     pool.set_swa_valid_from(
-        torch.tensor([slot], dtype=torch.int64, device=device),
-        torch.tensor([position], dtype=torch.int64, device=device),
+        async_h2d([slot], dtype=torch.int64, device=device),
+        async_h2d([position], dtype=torch.int64, device=device),
     )
 
 
