@@ -17,10 +17,12 @@ from dspark_pd.bed.specs import EngineSpec, interpreter
 _ENGINE_BYTES = int(1.4 * 2**30)
 _RANK_BYTES = int(0.8 * 2**30)
 _RESERVE_BYTES = 2**29
-_STATUS_SHOWN = 600
-# The set serves more releases; engines on a CPU were run on these.
+_ERROR_LINES = 5
+# The set serves more releases; the demo and its pinned environment are for these.
 _RELEASES_RUN = ("0.5.23",)
-_INSTALL = "pip install --no-deps -r requirements/engine-0.5.23.txt"
+_REPOSITORY = Path(__file__).resolve().parents[3]
+
+_REQUIREMENTS = "-r requirements/engine-0.5.23.txt"
 
 # Distribution -> what its absence means.
 _NEEDED = {
@@ -61,11 +63,11 @@ def check_installed() -> Installed:
     installed = Installed(versions)
     if installed.sglang not in _RELEASES_RUN:
         raise BedError(
-            f"SGLang {installed.sglang} does not run on the CPU reference platform",
+            f"the demo was not made for SGLang {installed.sglang}",
             expected=f"SGLang {' or '.join(_RELEASES_RUN)} beside {interpreter()}",
             found=installed.sglang,
             cause="SGLang was installed or updated by hand",
-            next_step=_INSTALL,
+            next_step=_pip_install(_REQUIREMENTS),
             usage=True,
         )
     return installed
@@ -80,11 +82,16 @@ def _check_present(versions: dict[str, str | None]) -> None:
                 expected=f"the distribution {name} in the environment of {interpreter()}",
                 found="it is not installed there",
                 cause="another environment is active, or the installation did not finish",
-                next_step="pip install -e python/sglang_cpu_reference"
-                if local
-                else _INSTALL,
+                next_step=_pip_install(
+                    "-e python/sglang_cpu_reference" if local else _REQUIREMENTS
+                ),
                 usage=True,
             )
+
+
+def _pip_install(what: str) -> str:
+    """The command that repairs the environment of the engines, whichever is active."""
+    return f"cd {_REPOSITORY} && {interpreter()} -m pip install --no-deps {what}"
 
 
 def _probe() -> dict[str, str | None]:
@@ -102,7 +109,7 @@ def check_applied() -> None:
     """BedError unless the patch set is on the SGLang of the engines' interpreter."""
     answer = subprocess.run(
         [
-            *(sys.executable, "-m", "dspark_pd", "status", "-q"),
+            *(sys.executable, "-m", "dspark_pd", "status"),
             *("--component", "all", "--target", interpreter()),
         ],
         capture_output=True,
@@ -117,11 +124,18 @@ def check_applied() -> None:
         if unsupported
         else "the patch set is not applied, or not completely",
         expected=f"an SGLang in the environment of {interpreter()} with the set on it",
-        found=(answer.stdout + answer.stderr).strip()[-_STATUS_SHOWN:]
-        or f"dspark-pd status: exit {answer.returncode}",
-        next_step=_INSTALL if unsupported else "dspark-pd apply --component all",
+        found=_last_words(answer, _ERROR_LINES if unsupported else 1),
+        next_step=_pip_install(_REQUIREMENTS)
+        if unsupported
+        else "dspark-pd apply --component all",
         usage=True,
     )
+
+
+def _last_words(answer: subprocess.CompletedProcess[str], lines: int) -> str:
+    """The summary that status ends with, or its error, on one line."""
+    told = (answer.stdout + answer.stderr).splitlines()[-lines:]
+    return "; ".join(line.strip() for line in told) or f"exit {answer.returncode}"
 
 
 def needed_bytes(specs: Sequence[EngineSpec]) -> int:

@@ -87,11 +87,11 @@ def _run(args: argparse.Namespace) -> Report:
     if any(mode.sliding for wave in waves for mode in wave.modes):
         waves = _resolve_tails(waves, pair.sliding_draft)
     _check_writable(args.json)
+    router_port = None if args.port is None else claim_port(args.port, "--port")
     installed = checks.check_installed()
     checks.check_applied()
     for wave in waves:
         checks.check_memory([modes.ENGINES[name](pair) for name in wave.engines])
-    router_port = None if args.port is None else claim_port(args.port, "--port")
     prompts = {
         False: make_prompts(args.requests, seed=_SEED),
         True: make_prompts(args.requests, seed=_SEED, key_len=_SLIDING_KEYS),
