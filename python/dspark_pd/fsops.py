@@ -68,6 +68,15 @@ def write(path: Path, data: bytes) -> None:
     os.replace(write_temporary(path, data), path)
 
 
+def make_folder(path: Path) -> None:
+    """Make one folder; it may exist."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
 def remove(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

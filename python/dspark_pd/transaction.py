@@ -81,7 +81,8 @@ class Transaction:
 
     def _stage(self) -> None:
         state = self._state
-        state.originals.mkdir(parents=True, exist_ok=True)
+        fsops.make_folder(state.path)
+        fsops.make_folder(state.originals)
         fsops.write(state.ignore, b"*\n")
         for sha256, data in self.originals.items():
             if fsops.read_or_none(state.original_path(sha256)) != data:
@@ -89,7 +90,7 @@ class Transaction:
         fsops.write(state.journal, self._journal().as_json())
         fsops.flush_folders({state.originals, state.path})
         for folder in self.new.folders:
-            (self.root / folder).mkdir(exist_ok=True)
+            fsops.make_folder(self.root / folder)
         for change in self.changes:
             if change.desired is not None:
                 self._stage_file(change, change.desired)
