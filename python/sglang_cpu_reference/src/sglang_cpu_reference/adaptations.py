@@ -18,6 +18,16 @@ _PACKAGE = "sglang_cpu_reference"
 
 TABLE: tuple[Adaptation, ...] = (
     Adaptation(
+        module="sglang.srt.utils.common",
+        name="support_triton",
+        kind="replace",
+        hook=f"{_PACKAGE}.token_slots:no_triton",
+        params=("backend",),
+        why="releases before 0.5.22 infer Triton from the backend's name",
+        seam="capabilities.supports_triton, since 0.5.22",
+        unless="sglang.srt.platforms.interface:PlatformCapabilities",
+    ),
+    Adaptation(
         module="sglang.srt.mem_cache.allocation",
         name="assign_req_to_token_pool_func",
         kind="replace",

@@ -15,6 +15,12 @@ def _row_spans(
     return list(zip(rows.tolist(), start.tolist(), end.tolist(), strict=True))
 
 
+def no_triton(backend: str) -> bool:
+    """SGLang's question whether Triton kernels may write the tables: never."""
+    del backend
+    return False
+
+
 def assign_req_to_token_pool(
     rows: torch.Tensor,
     table: torch.Tensor,
