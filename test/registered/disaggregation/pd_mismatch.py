@@ -131,6 +131,16 @@ def running_from(tree: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tree)}
 
 
-def unhealthy(*engines: Engine) -> list[str]:
-    """Names of the engines that are not healthy."""
-    return [engine.name for engine in engines if not engine.healthy()]
+def unhealthy(*engines: Engine, timeout_s: float = 30.0) -> list[str]:
+    """Names of the engines that do not become healthy in time.
+
+    ``/health`` makes a token, which takes seconds on a busy machine, so one miss
+    does not count.
+    """
+    end = time.monotonic() + timeout_s
+    sick = list(engines)
+    while sick:
+        sick = [engine for engine in sick if not engine.healthy()]
+        if time.monotonic() > end or any(not engine.alive() for engine in sick):
+            break
+    return [engine.name for engine in sick]

@@ -128,6 +128,10 @@ def test_draft_that_differs(shared: Shared, row: str, tmp_path) -> None:
     shared.bed.stop(decode)
 
 
+PREFILLS = {
+    "mismatch: DSPARK only on decode": ("PD-COLD-DRAFT", {"draft": None}, None),
+    "mismatch: stock prefill": ("PD-UNPATCHED-PREFILL", {}, "stock"),
+}
 WORKING = {
     "mismatch: block of 4 and 2, harmless": (
         "PD-BLOCK-SIZE",
@@ -151,36 +155,28 @@ def test_difference_that_works(shared: Shared, row: str) -> None:
 def test_mismatch_decode_without_this_set(shared: Shared) -> None:
     """A stock decode: served where it fits, refused by prefill where it does not."""
     env = running_from(shared.trees["stock"])
-    fits, plain = shared.bed.start(
-        [
-            spec("stock-d", "decode", env=env),
-            spec("stock-plain", "decode", None, env=env),
-        ]
-    )
+    fits = start_one(shared, spec("stock-d", "decode", env=env))
     row = "mismatch: stock decode with DSPARK, works"
     answer = observe(shared, row, shared.prefill, fits)
     assert answer.served, answer.body
     assert "[PD-UNPATCHED-DECODE]" in shared.prefill.log_text()
+    shared.bed.stop(fits)
+    plain = start_one(shared, spec("stock-plain", "decode", None, env=env))
     row = "mismatch: stock decode without DSPARK"
     answer = observe(shared, row, shared.prefill, plain)
-    code = "PD-UNPATCHED-DECODE-NO-DRAFT"
-    assert_refused(shared, row, answer, code, fits, plain)
-    shared.bed.stop(fits, plain)
+    assert_refused(shared, row, answer, "PD-UNPATCHED-DECODE-NO-DRAFT", plain)
+    shared.bed.stop(plain)
 
 
-def test_mismatch_prefill_without_draft_or_set(shared: Shared) -> None:
+@pytest.mark.parametrize("row", PREFILLS, ids=lambda row: row.replace(" ", "-"))
+def test_prefill_that_differs(shared: Shared, row: str) -> None:
     """DSPARK on decode only, and a prefill that cannot say what it runs."""
-    env = running_from(shared.trees["stock"])
-    plain, stock = shared.bed.start(
-        [spec("plain-p", "prefill", None), spec("stock-p", "prefill", env=env)]
-    )
-    for row, prefill, code in (
-        ("mismatch: DSPARK only on decode", plain, "PD-COLD-DRAFT"),
-        ("mismatch: stock prefill", stock, "PD-UNPATCHED-PREFILL"),
-    ):
-        answer = observe(shared, row, prefill, shared.decode)
-        assert_refused(shared, row, answer, code, prefill)
-    shared.bed.stop(plain, stock)
+    code, options, tree = PREFILLS[row]
+    env = running_from(shared.trees[tree]) if tree else {}
+    prefill = start_one(shared, spec("bad-p", "prefill", env=env, **options))
+    answer = observe(shared, row, prefill, shared.decode)
+    assert_refused(shared, row, answer, code, prefill)
+    shared.bed.stop(prefill)
 
 
 def test_mismatch_cold_draft_that_is_asked_for(shared: Shared) -> None:
@@ -212,26 +208,19 @@ def test_mismatch_stages_without_layer_ids(shared: Shared) -> None:
 
 def test_mismatch_tails(shared: Shared) -> None:
     """Prefill and decode disagree on the tail's length or on the captured layers."""
-    prefill = {**CAPTURE, LAYER_IDS: "0,1,2", TAIL: "16"}
-    shorter, fewer, decode = shared.bed.start(
-        [
-            spec("tail16-p", "prefill", None, env=prefill),
-            spec(
-                "layers-p",
-                "prefill",
-                None,
-                env={**prefill, LAYER_IDS: "0,1", TAIL: "32"},
-            ),
-            spec("tail32-d", "decode", MODELS.draft_swa, env={TAIL: "32"}),
-        ]
+    decode = start_one(
+        shared, spec("tail32-d", "decode", MODELS.draft_swa, env={TAIL: "32"})
     )
-    for row, engine, code in (
-        ("mismatch: tail of 16 and 32 rows", shorter, "PD-TAIL-TOKENS"),
-        ("mismatch: captured layers", fewer, "PD-TAIL-LAYERS"),
+    for row, code, ids, tokens in (
+        ("mismatch: tail of 16 and 32 rows", "PD-TAIL-TOKENS", "0,1,2", "16"),
+        ("mismatch: captured layers", "PD-TAIL-LAYERS", "0,1", "32"),
     ):
-        answer = observe(shared, row, engine, decode)
-        assert_refused(shared, row, answer, code, engine, decode)
-    shared.bed.stop(shorter, fewer, decode)
+        env = {**CAPTURE, LAYER_IDS: ids, TAIL: tokens}
+        prefill = start_one(shared, spec("tail-p", "prefill", None, env=env))
+        answer = observe(shared, row, prefill, decode)
+        assert_refused(shared, row, answer, code, prefill, decode)
+        shared.bed.stop(prefill)
+    shared.bed.stop(decode)
 
 
 def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:
