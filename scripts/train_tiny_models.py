@@ -44,18 +44,19 @@ def say(text: str) -> None:
 
 def build(out: Path) -> int:
     """Train everything into `out`; -> exit code."""
-    began = time.monotonic()
+    cpu_seconds: dict[str, int] = {}
+    began = time.process_time()
     target = train_target()
-    seconds = {TARGET_DIR: round(time.monotonic() - began)}
+    cpu_seconds[TARGET_DIR] = round(time.process_time() - began)
     folder = out / TARGET_DIR
     files.write_checkpoint(target, files.target_config(target), folder)
     files.write_tokenizer(folder)
     measured: dict[str, dict] = {TARGET_DIR: measure.copy_accuracy(target)}
     say(f"{TARGET_DIR}: exact copies {measured[TARGET_DIR]}")
     for name, window in WINDOWS.items():
-        began = time.monotonic()
+        began = time.process_time()
         draft = train_draft(name, target, window)
-        seconds[name] = round(time.monotonic() - began)
+        cpu_seconds[name] = round(time.process_time() - began)
         files.write_checkpoint(draft, files.draft_config(draft, target), out / name)
         measured[name] = measure.measure(target, draft)
         show(name, measured[name])
@@ -63,7 +64,7 @@ def build(out: Path) -> int:
         "schema": 1,
         "recipe": {**as_dict(), "torch": torch.__version__},
         "threads": torch.get_num_threads(),
-        "training_seconds": seconds,
+        "training_cpu_seconds": cpu_seconds,
         "measured": measured,
         "files": files.file_record(out),
     }
@@ -147,7 +148,7 @@ def main() -> int:
         metavar="DIR",
         help="check the models of DIR (default: test/assets)",
     )
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.use_deterministic_algorithms(True)

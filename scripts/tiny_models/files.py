@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from .models import GAMMA, MARKOV_RANK, TARGET_LAYER_IDS, Draft, Shape, Target
@@ -36,7 +36,8 @@ def write_checkpoint(module: nn.Module, config: dict, folder: Path) -> None:
     """`model.safetensors` (bfloat16) and `config.json` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.to(torch.bfloat16) for k, v in module.state_dict().items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    data = save(state, metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(data)
     write_json(folder / "config.json", config)
 
 

@@ -16,7 +16,7 @@ def prompt_sets(sliding: bool) -> dict[str, list[Prompt]]:
     keys = (14, 23) if sliding else (20, 39)
     return {
         "short": make_prompts(32, seed=101, key_len=keys, prompt_tokens=(64, 96)),
-        "long": make_prompts(8, seed=102, key_len=keys, prompt_tokens=(560, 600)),
+        "long": make_prompts(16, seed=102, key_len=keys, prompt_tokens=(560, 600)),
     }
 
 
@@ -42,6 +42,14 @@ def measure(target: Target, draft: Draft) -> dict[str, dict]:
 def copy_accuracy(target: Target) -> dict[str, float]:
     """Share of prompts whose greedy continuation is the exact copy, by prompt set."""
     sets = prompt_sets(sliding=False)
+    sets["long key"] = make_prompts(
+        8,
+        seed=103,
+        key_len=(100, 220),
+        prompt_tokens=(500, 600),
+        max_new_tokens=40,
+        symbols=64,
+    )
     return {
         f"{name} prompts": sum(
             greedy_continuation(target, prompt, 0) == prompt.expected

@@ -19,7 +19,7 @@ TARGET = Recipe(
         Phase(150, _FIRST),
         Phase(450, (_MIDDLE,)),
         Phase(
-            300,
+            400,
             (
                 _MIDDLE,
                 Lengths(batch=10, tokens=320, key_lo=6, key_hi=120),
@@ -34,9 +34,9 @@ DRAFTS = {
     "tiny-draft-full": Recipe(
         phases=(
             Phase(150, _FIRST),
-            Phase(450, (_MIDDLE,)),
+            Phase(550, (_MIDDLE,)),
             Phase(
-                200,
+                400,
                 (
                     _MIDDLE,
                     Lengths(batch=10, tokens=320, key_lo=6, key_hi=120),
@@ -48,9 +48,9 @@ DRAFTS = {
     "tiny-draft-sliding": Recipe(
         phases=(
             Phase(150, _FIRST),
-            Phase(250, (_MIDDLE_SLIDING,)),
+            Phase(450, (_MIDDLE_SLIDING,)),
             Phase(
-                100,
+                200,
                 (
                     _MIDDLE_SLIDING,
                     Lengths(batch=5, tokens=680, key_lo=6, key_hi=23),

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))
 
-from dspark_pd.bed.prompts import ALPHABET, SEPARATOR  # noqa: E402
+from dspark_pd.bed.prompts import ALPHABET, SEPARATOR
 
 _SYMBOLS = torch.tensor(list(ALPHABET.encode("ascii")))
 _SEPARATOR = ord(SEPARATOR)

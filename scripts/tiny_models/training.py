@@ -110,9 +110,7 @@ def block_inputs(target: Target, anchor_tokens: Tensor) -> Tensor:
     return target.embed(block.flatten(1))
 
 
-def train(
-    module: nn.Module, loss: Loss, recipe: Recipe, seed: int, log: Log
-) -> None:
+def train(module: nn.Module, loss: Loss, recipe: Recipe, seed: int, log: Log) -> None:
     """Run every phase of `recipe`. Logs the mean figure of every 100 steps."""
     generator = torch.Generator().manual_seed(seed)
     optimizers = _optimizers(module, recipe)
