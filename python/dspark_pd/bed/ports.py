@@ -64,3 +64,8 @@ def claim_port(port: int, owner: str) -> int:
         )
     _handed_out.add(port)
     return port
+
+
+def release_port(port: int) -> None:
+    """Let a port be claimed again, once the server that had it was stopped."""
+    _handed_out.discard(port)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_pd.bed import MODELS, Bed, Engine, EngineSpec, Router, RouterSpec
+from dspark_pd.bed.ports import release_port
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80]
 NEW_TOKENS = 4
@@ -70,6 +71,15 @@ def route(bed: Bed, prefill: Engine, decode: Engine) -> Router:
 def spec(name: str, role: str, draft: Path | None = MODELS.draft_full, **options):
     """An engine of the tiny target; `draft` None means no speculation."""
     return EngineSpec(name, role, MODELS.target, draft, **options)
+
+
+def stop_and_free(bed: Bed, engine: Engine) -> dict[str, int | None]:
+    """Stop an engine; the ports with which another one can take its place."""
+    bed.stop(engine)
+    for port in (engine.port, engine.bootstrap_port):
+        if port is not None:
+            release_port(port)
+    return {"port": engine.port, "bootstrap_port": engine.bootstrap_port}
 
 
 # -- drafts that differ -------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pd_faults import (
     throw_frames,
     wait_until,
 )
-from pd_mismatch import Answer, ask, spec, unhealthy
+from pd_mismatch import Answer, ask, spec, stop_and_free, unhealthy
 
 from dspark_pd.bed import Bed, Engine, Router, RouterSpec
 
@@ -49,9 +49,7 @@ class Running:
     dice: random.Random
 
     def restart(self, which: str) -> None:
-        engine = getattr(self, which)
-        self.bed.stop(engine)
-        options = {"port": engine.port, "bootstrap_port": engine.bootstrap_port}
+        options = stop_and_free(self.bed, getattr(self, which))
         [started] = self.bed.start([spec(which[0], which, **options)])
         setattr(self, which, started)
 

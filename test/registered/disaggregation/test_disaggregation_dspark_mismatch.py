@@ -21,6 +21,7 @@ from pd_mismatch import (
     route,
     running_from,
     spec,
+    stop_and_free,
     tree_with,
     unhealthy,
 )
@@ -229,8 +230,7 @@ def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:
     router = route(shared.bed, first, shared.decode)
     assert ask(router.url).served
     shared.bed.stop(router)
-    ports = {"port": first.port, "bootstrap_port": first.bootstrap_port}
-    shared.bed.stop(first)
+    ports = stop_and_free(shared.bed, first)
     for row, code, options in (
         (
             "mismatch: prefill restarted with page size 16",
@@ -246,7 +246,7 @@ def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:
             assert answer.served, answer.body
         else:
             assert_refused(shared, row, answer, code, engine)
-        shared.bed.stop(engine)
+        stop_and_free(shared.bed, engine)
 
 
 def test_mismatch_table(capsys) -> None:

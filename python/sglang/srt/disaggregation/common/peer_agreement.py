@@ -22,6 +22,7 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 import time
 from typing import Any
 
@@ -52,6 +53,9 @@ _REFUSAL_MAX_AGE_S = 1.0
 _HTTP_TIMEOUT_S = 2.0
 _MAX_REASON_BYTES = 2048
 _MAX_SAID = 4096
+# A prefill without this agreement drops an abort that comes before its request.
+_ABORT_AGAIN_S = (0.3, 1.0)
+_MAX_TIMERS = 512
 
 
 @dataclasses.dataclass
@@ -374,19 +378,31 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
 def _tell_prefill(receiver: Any, refused: Refusal, dp_rank: int) -> None:
     if dp_rank not in refused.contacts:
         refused.contacts[dp_rank] = _contacts(receiver, dp_rank)
+    contacts = refused.contacts[dp_rank]
     room = str(receiver.bootstrap_room).encode("ascii")
-    message = [b"ABORT", room]
+    receiver.abort_notified = True
     if refused.prefill_is_patched:
         reason = refused.reason.encode("utf-8")[:_MAX_REASON_BYTES]
-        message = [REFUSED_TAG, room, reason]
-    for contact in refused.contacts[dp_rank]:
+        _send_to(receiver, contacts, [REFUSED_TAG, room, reason])
+        return
+    _send_to(receiver, contacts, [b"ABORT", room])
+    if sum(isinstance(t, threading.Timer) for t in threading.enumerate()) < _MAX_TIMERS:
+        for delay in _ABORT_AGAIN_S:
+            timer = threading.Timer(
+                delay, _send_to, (receiver, contacts, [b"ABORT", room])
+            )
+            timer.daemon = True
+            timer.start()
+
+
+def _send_to(receiver: Any, contacts: list[dict], message: list[bytes]) -> None:
+    for contact in contacts:
         sock, lock = receiver._connect_to_bootstrap_server(contact)
         try:
             with lock:
                 sock.send_multipart(message, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("Prefill rank %s was not told: %s", contact, error)
-    receiver.abort_notified = True
 
 
 def _contacts(receiver: Any, dp_rank: int) -> list[dict]:
