@@ -8,6 +8,7 @@ cover it, and it shows.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -16,8 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import random_models
 from pd_parity import (
     assert_both_paths_ran,
     assert_parity,
@@ -39,6 +42,7 @@ from dspark_pd.bed import (
     web,
 )
 from dspark_pd.bed.models import check_checkpoint
+from dspark_pd.bed.prompts import make_prompts
 
 pytestmark = pytest.mark.e2e
 
@@ -91,17 +95,21 @@ class Fleet:
         return Client.direct(getattr(self, prefill), self.decode)
 
 
+def watched(probe: Path) -> dict[str, str]:
+    """Environment of a decode that expects rows and shows its draft KV."""
+    path = os.pathsep.join(filter(None, [str(PROBE), os.environ.get("PYTHONPATH")]))
+    return {**EXPECT, "PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
+
+
 @pytest.fixture(scope="module")
 def fleet(
     bed: Bed, references: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     references.get(SETS[0], MODELS.draft_swa)
     probe = tmp_path_factory.mktemp("probe")
-    path = os.pathsep.join(filter(None, [str(PROBE), os.environ.get("PYTHONPATH")]))
-    watched = {**EXPECT, "PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
     engines = bed.start(
         [
-            decode_spec("tail-d", env=watched),
+            decode_spec("tail-d", env=watched(probe)),
             prefill_spec("tail-pp1"),
             prefill_spec("tail-pp2", pp=2),
             EngineSpec(
@@ -136,29 +144,32 @@ def test_tail_prompts_are_what_they_claim(fleet: Fleet) -> None:
     assert min(lengths["sliding-long"]) > 3 * CHUNK
 
 
-def probed(fleet: Fleet, prompt: Sequence[int]) -> dict:
+def probed(probe: Path, prompt: Sequence[int]) -> dict:
     import torch
 
     digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:24]
-    return torch.load(fleet.probe / f"{digest}.pt")
+    return torch.load(probe / f"{digest}.pt")
+
+
+def assert_same_rows(mine: Any, theirs: Any) -> None:
+    """Equal but for the order in which float32 GEMMs of other row counts add up."""
+    assert theirs.abs().max() > 0
+    assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
 def test_tail_draft_rows_equal_native(fleet: Fleet, prefill: str) -> None:
     """What injection wrote is what a prefill with a draft would have sent."""
-    import torch
-
     for name in SETS:
         for prompt in PROMPT_SETS[name]:
             dumps = {}
             for source in ("native", prefill):
                 fleet.client(source).generate([prompt.ids], 1)
-                dumps[source] = probed(fleet, prompt.ids)
+                dumps[source] = probed(fleet.probe, prompt.ids)
             kept = min(len(prompt.ids), window())
             native, tail = (dumps[s]["rows"][:, -kept:] for s in ("native", prefill))
             assert dumps[prefill]["end"] == len(prompt.ids)
-            assert native.abs().max() > 0
-            torch.testing.assert_close(tail, native, rtol=0, atol=1e-6)
+            assert_same_rows(tail, native)
 
 
 def test_tail_and_native_share_a_decode(fleet: Fleet, references: References) -> None:
@@ -176,6 +187,14 @@ def test_tail_and_native_share_a_decode(fleet: Fleet, references: References) ->
     for replies in answers.values():
         assert_parity(replies, "sliding", references, MODELS.draft_swa)
     assert len(answers) == 2
+
+
+def test_tail_requests_really_were_batched(
+    fleet: Fleet, references: References
+) -> None:
+    """Enough tokens for the log line that names the size of a batch."""
+    replies = send(fleet.client("pp2"), "sliding-beyond")
+    assert_parity(replies, "sliding-beyond", references, MODELS.draft_swa)
     assert largest_batch(fleet.decode) >= 3
 
 
@@ -253,7 +272,11 @@ def test_tail_survives_aborts(
         body = {
             "rid": rid,
             "input_ids": list(prompts[number % len(prompts)].ids),
-            "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+            "sampling_params": {
+                "max_new_tokens": 200,
+                "ignore_eos": True,
+                "temperature": 0,
+            },
             "bootstrap_host": source.host,
             "bootstrap_port": source.bootstrap_port,
             "bootstrap_room": rng.getrandbits(62),
@@ -283,10 +306,9 @@ def test_tail_survives_aborts(
 
 
 def quietly(engine: Engine, body: dict) -> None:
-    try:
+    """An aborted request may be answered with an error."""
+    with contextlib.suppress(BedError):
         web.call(f"{engine.url}/generate", body, 60)
-    except BedError:
-        pass  # An aborted request may be answered with an error.
 
 
 def test_tail_engines_are_healthy(bed: Bed, fleet: Fleet) -> None:
@@ -399,6 +421,39 @@ def refused(bed: Bed, spec: EngineSpec) -> str:
         bed.start([spec])
     error = caught.value
     return f"{error}\n{getattr(error, 'log_tail', '')}"
+
+
+@pytest.mark.parametrize("family", sorted(random_models.TARGETS))
+def test_tail_of_other_targets(bed: Bed, tmp_path: Path, family: str) -> None:
+    """Pipelined capture in code that models share: rows equal a native prefill's."""
+    target, draft = random_models.make_pair(tmp_path, family)
+    probe = tmp_path / "probe"
+    probe.mkdir()
+    plain = random_models.NO_TOKENIZER
+    config = {**plain, "speculative-draft-model-path": str(draft)}
+    engines = bed.start(
+        [
+            EngineSpec(
+                f"{family}-d", "decode", target, draft, args=plain, env=watched(probe)
+            ),
+            EngineSpec(f"{family}-native", "prefill", target, draft, args=plain),
+            EngineSpec(
+                f"{family}-pp2", "prefill", target, pp=2, args=config, env=CAPTURE
+            ),
+        ]
+    )
+    decode, native, pp2 = engines
+    prompts = [prompt.ids for prompt in make_prompts(4, seed=1)]
+    answers, rows = [], []
+    for prefill in (native, pp2):
+        client = Client.direct(prefill, decode)
+        answers.append([r.output_ids for r in client.generate(prompts, 16)])
+        rows.append([probed(probe, prompt)["rows"] for prompt in prompts])
+    bed.stop(*engines)
+    assert answers[0] == answers[1]
+    for mine, theirs in zip(*rows, strict=True):
+        kept = random_models.WINDOW - 1
+        assert_same_rows(mine[:, -kept:], theirs[:, -kept:])
 
 
 def test_tail_refusals_at_start(bed: Bed) -> None:

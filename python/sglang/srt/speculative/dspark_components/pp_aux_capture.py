@@ -166,7 +166,7 @@ def keep_stage_layers(model: Any, layer_ids: list[int]) -> bool:
     owned = [i for i in layer_ids if inner.start_layer <= i < inner.end_layer]
     before = sum(1 for i in layer_ids if i < inner.start_layer)
     inner.dspark_layers_to_capture = owned if owned or before else None
-    inner.dspark_rows_received = before
+    inner.dspark_received_layers = before
     model.capture_aux_hidden_states = parallel.pp_group.is_last_rank and bool(
         owned or before
     )
@@ -179,7 +179,7 @@ def start_packer(inner: Any, packer: Any, proxy: Any) -> Any:
 
     A dummy run's proxy brings no rows; zeros keep the packed width.
     """
-    received = getattr(inner, "dspark_rows_received", 0)
+    received = getattr(inner, "dspark_received_layers", 0)
     if packer is None or not received:
         return packer
     from sglang.srt.layers.aux_hidden_states import AuxHiddenStatePacker
