@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+
 from sglang.srt.environ import envs
 from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
     AUTO_TAIL,

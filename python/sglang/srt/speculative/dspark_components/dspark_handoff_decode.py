@@ -21,6 +21,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
 from sglang.srt.speculative.dspark_components.dspark_handoff_tail import (
     MAGIC,
     TailBuffer,

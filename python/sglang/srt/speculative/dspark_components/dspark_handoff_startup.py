@@ -295,6 +295,7 @@ def _attach_decode(
 
 def _build_tail(spec: TailSpec, buffers: MetadataBuffers, size: int) -> Any:
     import psutil
+
     from sglang.srt.speculative.dspark_components.dspark_handoff_tail import TailBuffer
 
     wanted = size * spec.item_bytes

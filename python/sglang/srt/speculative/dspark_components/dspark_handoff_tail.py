@@ -23,6 +23,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
     HEADER_BYTES,
     TailSpec,
