@@ -10,6 +10,7 @@ import pytest
 from bed_fakes import use_fake_servers
 from dspark_pd.bed import checks
 from dspark_pd.bed.demo import main
+from dspark_pd.bed.ports import free_port
 from dspark_pd.bed.process import _running
 
 pytestmark = pytest.mark.unit
@@ -89,3 +90,14 @@ def test_one_mode_starts_only_what_it_needs(
     main([*arguments, "--modes", "pd-native", "--keep-logs"])
     logs = {path.stem for path in (tmp_path / "logs").glob("*.log")}
     assert logs == {"unified", "prefill", "decode", "router-pd-native"}
+
+
+def test_the_port_asked_for_serves_every_wave(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    modes = "pd-native,pd-tail-pp1"
+    assert main([*arguments, "--modes", modes, "--port", str(port), "--keep-logs"]) == 1
+    assert "all engines stopped" in capsys.readouterr().err
+    for log in (tmp_path / "logs").glob("router-*.log"):
+        assert f"--port {port} " in log.read_text()

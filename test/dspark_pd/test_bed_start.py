@@ -146,7 +146,5 @@ def test_a_taken_port_is_refused_before_anything_starts(quiet_bed: Bed) -> None:
 def test_ports_are_handed_out_once() -> None:
     ports = [free_port() for _ in range(50)]
     assert len(set(ports)) == 50
-    with pytest.raises(BedError, match="in use"):
-        claim_port(ports[0], "again")
     with pytest.raises(BedError, match="not a TCP port"):
         claim_port(70_000, "--port")

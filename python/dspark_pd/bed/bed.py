@@ -25,7 +25,7 @@ from dspark_pd.bed.process import Process, stop_all
 from dspark_pd.bed.specs import EngineSpec, RouterSpec, base_environment
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 Spec = TypeVar("Spec", EngineSpec, RouterSpec)
 
@@ -76,7 +76,8 @@ class Engine(Server):
 
     def info(self) -> dict[str, Any]:
         """`/server_info`: the resolved arguments and the state of the engine."""
-        return web.call(f"{self.url}/server_info", timeout_s=30.0)
+        found: dict[str, Any] = web.call(f"{self.url}/server_info", timeout_s=30.0)
+        return found
 
     def flush_cache(self, timeout_s: float = 30.0) -> None:
         """Empty the radix cache (and host pools) of an idle engine."""
@@ -144,9 +145,13 @@ class Bed:
 
     def start_router(self, spec: RouterSpec) -> Router:
         """Start a router and wait until it can serve requests."""
-        router = Router(self._unique(spec), self.folder)
-        self._bring_up([router])
-        return router
+        return self.start_routers([spec])[0]
+
+    def start_routers(self, specs: Sequence[RouterSpec]) -> list[Router]:
+        """Start routers side by side."""
+        routers = [Router(self._unique(spec), self.folder) for spec in specs]
+        self._bring_up(routers)
+        return routers
 
     def stop(self, *servers: Server) -> None:
         """Stop the given servers, or all of them."""

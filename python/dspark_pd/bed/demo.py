@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sliding-draft", metavar="DIR", type=Path, default=MODELS.draft_swa
     )
     parser.add_argument(
-        "--port", metavar="N", type=int, help="router port (default: a free one)"
+        "--port",
+        metavar="N",
+        type=int,
+        help="port of a router, N + 1 for the next pair (default: free ones)",
     )
     parser.add_argument("--log-dir", metavar="DIR", type=Path)
     parser.add_argument(
@@ -87,7 +90,8 @@ def _run(args: argparse.Namespace) -> Report:
     if any(mode.sliding for wave in waves for mode in wave.modes):
         waves = _resolve_tails(waves, pair.sliding_draft)
     _check_writable(args.json)
-    router_port = None if args.port is None else claim_port(args.port, "--port")
+    if args.port is not None:
+        claim_port(args.port, "--port")
     installed = checks.check_installed()
     checks.check_applied()
     for wave in waves:
@@ -100,7 +104,7 @@ def _run(args: argparse.Namespace) -> Report:
         _say(f"SGLang {installed.sglang}, gamma {gamma}, logs in {bed.folder}")
         runs: list[Run] = []
         for wave in waves:
-            runs += _run_wave(bed, wave, pair, prompts, router_port)
+            runs += _run_wave(bed, wave, pair, prompts, args.port)
     _say(f"all engines stopped after {time.monotonic() - began:.0f} s")
     return Report(installed.sglang, gamma, tuple(runs))
 
@@ -159,7 +163,7 @@ def _run_wave(
     wave: modes.Wave,
     pair: modes.Pair,
     prompts: Mapping[bool, Sequence[Prompt]],
-    router_port: int | None,
+    first_port: int | None,
 ) -> list[Run]:
     _say(f"starting {', '.join(wave.engines)} (about a minute on two cores)")
     engines = dict(
@@ -169,13 +173,26 @@ def _run_wave(
             strict=True,
         )
     )
+    pairs = [mode for mode in wave.modes if len(mode.engines) > 1]
+    routers = bed.start_routers(
+        [
+            RouterSpec(
+                f"router-{mode.key}",
+                [engines[mode.engines[0]]],
+                [engines[mode.engines[1]]],
+                port=None if first_port is None else first_port + i,
+            )
+            for i, mode in enumerate(pairs)
+        ]
+    )
+    clients = {
+        mode.key: Client.unified(engines[mode.engines[0]]) for mode in wave.modes
+    }
+    for mode, router in zip(pairs, routers, strict=True):
+        clients[mode.key] = Client.router(router)
     runs = [
         _run_mode(
-            bed,
-            mode,
-            [engines[name] for name in mode.engines],
-            prompts[mode.sliding],
-            router_port,
+            mode, clients[mode.key], engines[mode.engines[0]], prompts[mode.sliding]
         )
         for mode in wave.modes
     ]
@@ -185,21 +202,10 @@ def _run_wave(
 
 
 def _run_mode(
-    bed: Bed,
-    mode: modes.Mode,
-    engines: list[Engine],
-    prompts: Sequence[Prompt],
-    router_port: int | None,
+    mode: modes.Mode, client: Client, source: Engine, prompts: Sequence[Prompt]
 ) -> Run:
-    router = None
-    if len(engines) == 1:
-        client = Client.unified(engines[0])
-    else:
-        prefill, decode = engines
-        spec = RouterSpec(f"router-{mode.key}", [prefill], [decode], port=router_port)
-        router = bed.start_router(spec)
-        client = Client.router(router)
-    before = engines[0].bytes_posted()
+    """`source` is the engine that posts transfers: prefill, in a pair."""
+    before = source.bytes_posted()
     began = time.monotonic()
     replies = client.generate(
         [prompt.ids for prompt in prompts],
@@ -207,11 +213,8 @@ def _run_mode(
         parallel=_PARALLEL,
     )
     seconds = time.monotonic() - began
-    moved = engines[0].bytes_posted() - before
-    if router is not None:
-        bed.stop(router)
     _say(f"{mode.key}: {len(replies)} requests in {seconds:.1f} s")
-    return Run(mode, tuple(replies), moved, seconds)
+    return Run(mode, tuple(replies), source.bytes_posted() - before, seconds)
 
 
 def _conclude(report: Report) -> int:

@@ -44,7 +44,10 @@ def free_port() -> int:
 
 
 def claim_port(port: int, owner: str) -> int:
-    """Reserve the port a user asked for; `owner` names what would listen on it."""
+    """Check the port a user asked for, and keep `free_port` from handing it out.
+
+    `owner` names what would listen on it.
+    """
     if not 0 < port < 65_536:
         raise BedError(
             f"{owner}: port {port} is not a TCP port",
@@ -53,7 +56,7 @@ def claim_port(port: int, owner: str) -> int:
             next_step="pass another port",
             usage=True,
         )
-    if port in _handed_out or not is_free(port):
+    if not is_free(port):
         raise BedError(
             f"{owner}: port {port} is in use",
             expected=f"a port of {LOOPBACK} that nothing listens on",
