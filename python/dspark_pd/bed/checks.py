@@ -102,7 +102,8 @@ def _probe() -> dict[str, str | None]:
         timeout=60,
         check=True,
     )
-    return json.loads(answer.stdout)
+    found: dict[str, str | None] = json.loads(answer.stdout)
+    return found
 
 
 def check_applied() -> None:

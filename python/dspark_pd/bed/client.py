@@ -188,7 +188,7 @@ def _dual_post(
             for engine in (prefill, decode)
         ]
         # Decode first: its answer is the result, its error is the more telling one.
-        answer = legs[1].result()
+        answer: dict[str, Any] = legs[1].result()
         legs[0].result()
     return answer
 

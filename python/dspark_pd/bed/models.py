@@ -44,7 +44,8 @@ def check_checkpoint(path: Path, option: str) -> dict[str, Any]:
     if not any(path.glob("*.safetensors")):
         raise _bad(option, path, "the folder has no *.safetensors")
     try:
-        return json.loads(config.read_text())
+        found: dict[str, Any] = json.loads(config.read_text())
+        return found
     except (ValueError, OSError) as error:
         raise _bad(option, path, f"config.json does not parse: {error}") from error
 

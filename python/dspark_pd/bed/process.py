@@ -38,6 +38,7 @@ class _Reaper:
         with self._lock:
             helper = self._running()
             try:
+                assert helper.stdin is not None  # opened as a pipe
                 helper.stdin.write(f"{sign}{pgid}\n")
                 helper.stdin.flush()
             except (BrokenPipeError, ValueError):
@@ -102,8 +103,8 @@ def _interrupts_deferred() -> Iterator[None]:
     finally:
         for signum, handler in zip(chosen, before, strict=True):
             signal.signal(signum, handler)
-        for signum in pending:
-            signal.raise_signal(signum)
+        for caught in pending:
+            signal.raise_signal(caught)
 
 
 class Process:
@@ -173,7 +174,7 @@ class Process:
 
     def ask_to_end(self) -> None:
         """SIGTERM to the child alone: engines take the end of a rank for a crash."""
-        if self.alive():
+        if self._child is not None and self.alive():
             self._child.terminate()
         else:
             self.terminate_group(signal.SIGTERM)

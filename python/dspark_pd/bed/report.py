@@ -73,6 +73,13 @@ class Report:
         """The run of a mode, None when it was not asked for."""
         return next((run for run in self.runs if run.mode.key == key), None)
 
+    def reference(self, run: Run) -> Run:
+        """The run that `run` is compared with; it always runs along."""
+        found = self.run(run.mode.reference)
+        if found is None:
+            raise LookupError(f"{run.mode.key} is compared with {run.mode.reference}")
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """The report in schema version 1."""
         return {
@@ -88,7 +95,7 @@ class Report:
         }
 
     def _parity(self, run: Run) -> dict[str, Any]:
-        reference = self.run(run.mode.reference)
+        reference = self.reference(run)
         ratio = (run.accept_length or 0.0) / (reference.accept_length or 1.0)
         return {
             "identical_outputs": run.same_output(reference),
@@ -103,7 +110,7 @@ class Report:
         return found
 
     def _claims_of(self, run: Run) -> list[Claim]:
-        key, reference = run.mode.key, self.run(run.mode.reference)
+        key, reference = run.mode.key, self.reference(run)
         claims = []
         if key != run.mode.reference:
             text = f"{key}: every output equals {reference.mode.key}, token by token"
@@ -134,7 +141,7 @@ class Report:
         return "\n".join(lines)
 
     def _row(self, run: Run) -> tuple[str, ...]:
-        reference = self.run(run.mode.reference)
+        reference = self.reference(run)
         same = "yes" if run.same_output(reference) else "NO"
         accept = run.accept_length
         return (

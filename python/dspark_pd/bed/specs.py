@@ -7,9 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dspark_pd.bed.ports import LOOPBACK
+
+if TYPE_CHECKING:
+    from dspark_pd.bed.bed import Engine
 
 Role = Literal["unified", "prefill", "decode"]
 Flag = str | int | float | bool | None | Sequence[str]
@@ -97,8 +100,8 @@ class RouterSpec:
     """One router over started engines (`dspark_pd.bed.bed.Engine`)."""
 
     name: str
-    prefills: Sequence = ()
-    decodes: Sequence = ()
+    prefills: Sequence[Engine] = ()
+    decodes: Sequence[Engine] = ()
     port: int | None = None
     args: Mapping[str, Flag] = field(default_factory=dict)
 
