@@ -65,6 +65,9 @@ class CpuReferencePlatform(OlderPlatformHooks, CpuDeviceMixin, SRTPlatform):
 
         _register_attention_choices()
         register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
+        if not hasattr(_choices_module(), "DRAFT_ATTENTION_BACKEND_CHOICES"):
+            # Before 0.5.19 a draft on an unlisted backend falls back to this name.
+            register_attention_backend("flashinfer")(_create_attention_backend)
 
     def get_device(self, device_id: int | None = 0) -> str:
         """The device as a string, which is how SGLang's arguments carry it."""
