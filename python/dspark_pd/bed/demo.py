@@ -186,7 +186,9 @@ def _run_wave(
         ]
     )
     clients = {
-        mode.key: Client.unified(engines[mode.engines[0]]) for mode in wave.modes
+        mode.key: Client.unified(engines[mode.engines[0]])
+        for mode in wave.modes
+        if mode not in pairs
     }
     for mode, router in zip(pairs, routers, strict=True):
         clients[mode.key] = Client.router(router)
