@@ -47,6 +47,9 @@ def native_pair(bed: Bed, references: References) -> Pair:
     """
     references.get("short")
     prefill, decode = native_specs(
-        "native", env={"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
+        "native",
+        env={"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"},
+        # One test reads batch sizes from the log.
+        args={"decode-log-interval": 1},
     )
     return route(bed, *bed.start([prefill, decode]))
