@@ -6,6 +6,7 @@ everything a control thread touches afterwards is upstream's own code.
 
 from __future__ import annotations
 
+import inspect
 import json
 import struct
 import threading
@@ -86,7 +87,7 @@ def make_manager(cls, mode: DisaggregationMode, description, **kv_args):
     }
     manager.__dict__.update(
         kv_args=SimpleNamespace(**(defaults | kv_args)),
-        server_args=SimpleNamespace(port=0, enable_pd_role_switch=False),
+        server_args=SimpleNamespace(port=0, enable_pd_role_switch=False, dp_size=1),
         disaggregation_mode=mode,
         _stopped=False,
         _zmq_ctx=context,
@@ -140,6 +141,8 @@ def make_manager(cls, mode: DisaggregationMode, description, **kv_args):
         _state_layout_rejections={},
         _prepared_state_components=frozenset(),
         _worker_threads=[],
+        failed_sessions=set(),
+        session_failures={},
         enable_trace=False,
     )
     return manager
@@ -263,10 +266,14 @@ def open_sender(manager, room):
     """A sender as the prefill scheduler creates it; needs the parallel context."""
     with patch_existing(
         conn,
-        get_parallel=lambda: SimpleNamespace(num_dp_ranks=1),
+        get_parallel=lambda: SimpleNamespace(num_dp_ranks=1, dp_size=1),
         get_observability=lambda: SimpleNamespace(enable_trace=False),
     ):
-        return NixlKVSender(manager, "127.0.0.1:1", room)
+        # Releases before 0.5.21 also ask for the ranks a sender serves.
+        asked = inspect.signature(NixlKVSender.__init__).parameters
+        ranks = {"dest_tp_ranks": [0], "pp_rank": 0}
+        known = {name: value for name, value in ranks.items() if name in asked}
+        return NixlKVSender(manager, "127.0.0.1:1", room, **known)
 
 
 def open_receiver(manager, addr, room):

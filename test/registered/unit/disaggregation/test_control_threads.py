@@ -57,10 +57,6 @@ FRAMES = 10_000
 MOONCAKE = {**NATIVE, "backend": "mooncake"}
 
 
-def thread_called(name: str) -> threading.Thread | None:
-    return next((t for t in threading.enumerate() if name in t.name), None)
-
-
 class _Threads(CustomTestCase):
     def start(self, manager, start_thread):
         self.manager = manager
@@ -243,28 +239,32 @@ class TestMooncakeBootstrapThread(_Threads):
         self.start(manager, manager.start_prefill_thread)
 
     def publish(self, session, registration):
-        if session.startswith("bad"):
-            raise RuntimeError("geometry differs")
         self.manager.decode_kv_args_table[session] = registration
 
     def test_survives_a_registration_that_raises(self):
         for room, session in ((1, "bad:1"), (2, "good:1")):
             open_sender(self.manager, room)
-            self.wire.send(
-                *mooncake_registration(self.wire.port, session, description=MOONCAKE)
+            frames = mooncake_registration(
+                self.wire.port, session, description=MOONCAKE
             )
+            if session == "bad:1":
+                frames[7] = b"no rank"
+            self.wire.send(*frames)
             self.wire.send(*mooncake_metadata(room, self.wire.port, session))
         self.assertTrue(self.is_ready(2))
         self.assertTrue(self.fails(1))
-        self.assertIn("geometry differs", self.manager.failure_records[1])
+        reason = self.manager.failure_records[1]
+        self.assertIn("[PD-REGISTRATION]", reason)
+        self.assertIn("no rank", reason)
 
 
 class TestMooncakeDecodeThread(_Threads):
     def setUp(self):
         manager = make_manager(MooncakeKVManager, DisaggregationMode.DECODE, MOONCAKE)
-        manager._start_heartbeat_checker_thread = lambda: threading.Thread()
+        manager._start_heartbeat_checker_thread = mock.Mock()
         self.start(manager, manager.start_decode_thread)
-        self.manager._worker_threads.pop()
+        threads = self.manager._worker_threads
+        threads[:] = [t for t in threads if isinstance(t, threading.Thread)]
         self.manager.request_status.update(
             {1: KVPoll.Bootstrapping, 2: KVPoll.Bootstrapping}
         )
@@ -331,7 +331,9 @@ class TestHeartbeat(CustomTestCase):
         manager._handle_node_failure = mock.Mock(
             side_effect=[KeyError("x"), None, None]
         )
-        thread = manager._start_heartbeat_checker_thread()
+        before = set(threading.enumerate())
+        manager._start_heartbeat_checker_thread()
+        [thread] = set(threading.enumerate()) - before
         self.assertTrue(wait_for(lambda: manager._handle_node_failure.call_count >= 2))
         self.assertTrue(thread.is_alive())
         manager._heartbeat_shutdown.set()

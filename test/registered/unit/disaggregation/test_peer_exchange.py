@@ -9,6 +9,7 @@ and looks again after a second; decode's description travels in its registration
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import unittest
 from types import SimpleNamespace
@@ -327,6 +328,9 @@ class TestDescribe(CustomTestCase):
         queue.metadata_buffers = SimpleNamespace(get_buf_infos=lambda: ([], [], []))
         queue.draft_token_to_kv_pool = None
         queue.token_to_kv_pool = mock.MagicMock()
+        queue.token_to_kv_pool.get_contiguous_buf_infos.return_value = ([], [], [])
+        # The value of this option that means "off" was turned around in 0.5.22.
+        off = int("threshold < 1" in inspect.getsource(module))
         queue.tp_rank = queue.pp_rank = 0
         queue.scheduler.enable_hisparse = False
         seen = []
@@ -336,7 +340,9 @@ class TestDescribe(CustomTestCase):
 
         patches = {
             "get_kv_class": lambda backend, kind: (
-                SimpleNamespace if "KVARGS" in str(kind) else end_here()
+                (lambda: SimpleNamespace(state_types=[]))
+                if "KVARGS" in str(kind)
+                else end_here()
             ),
             "get_kv_transfer_buf_infos": lambda pool: ([], [], []),
             "build_kv_layer_ids": lambda **kwargs: [],
@@ -344,7 +350,7 @@ class TestDescribe(CustomTestCase):
             "get_pd_kv_layout": lambda pool: None,
             "get_parallel": lambda: mock.MagicMock(attn_tp_size=1),
             "get_disagg": lambda: mock.MagicMock(
-                disaggregation_decode_host_receive_threshold=1
+                disaggregation_decode_host_receive_threshold=off
             ),
             "get_device": lambda: mock.MagicMock(),
         }
