@@ -19,6 +19,7 @@ case " $* " in
 esac
 
 prepare_environment
+run_pip -r "$ROOT/requirements/check.txt"
 cd "$ROOT"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 exec "$VENV/bin/python" -m pytest --durations=15 "$@"

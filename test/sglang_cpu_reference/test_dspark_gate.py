@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,9 +72,12 @@ def stock(tmp_path):
 
 @pytest.fixture
 def patched(stock):
-    ast_grep = shutil.which("ast-grep") or pytest.fail("ast-grep-cli is not installed")
     if 'current_platform.supports_speculative_algorithm("DSPARK")' in stock.read_text():
         return stock
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    ast_grep = shutil.which("ast-grep", path=places) or pytest.fail(
+        "ast-grep-cli is not installed"
+    )
     rule = stock.with_name("gate.yml")
     rule.write_text(yaml.safe_dump(_gate_rule()))
     subprocess.run([ast_grep, "scan", "-r", rule, stock, "-U"], check=True)
