@@ -101,7 +101,7 @@ def watched(probe: Path) -> dict[str, str]:
     return {**EXPECT, "PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def fleet(
     bed: Bed, references: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
@@ -125,25 +125,6 @@ def fleet(
     bed.stop(*engines)
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-def test_tail_parity(
-    fleet: Fleet, references: References, prefill: str, name: str
-) -> None:
-    replies = send(fleet.client(prefill), name)
-    assert_parity(replies, name, references, MODELS.draft_swa)
-    if name == "sliding":
-        assert_both_paths_ran(replies)
-
-
-def test_tail_prompts_are_what_they_claim(fleet: Fleet) -> None:
-    """Shorter than the tail, longer than it, and many chunks long."""
-    lengths = {name: [len(p.ids) for p in PROMPT_SETS[name]] for name in SETS}
-    assert max(lengths["sliding-short"]) < window()
-    assert min(lengths["sliding"]) < window() < max(lengths["sliding"])
-    assert min(lengths["sliding-long"]) > 3 * CHUNK
-
-
 def probed(probe: Path, prompt: Sequence[int]) -> dict:
     import torch
 
@@ -155,61 +136,6 @@ def assert_same_rows(mine: Any, theirs: Any) -> None:
     """Equal but for the order in which float32 GEMMs of other row counts add up."""
     assert theirs.abs().max() > 0
     assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
-
-
-@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-def test_tail_draft_rows_equal_native(fleet: Fleet, prefill: str) -> None:
-    """What injection wrote is what a prefill with a draft would have sent."""
-    for name in SETS:
-        for prompt in PROMPT_SETS[name]:
-            dumps = {}
-            for source in ("native", prefill):
-                fleet.client(source).generate([prompt.ids], 1)
-                dumps[source] = probed(fleet.probe, prompt.ids)
-            kept = min(len(prompt.ids), window())
-            native, tail = (dumps[s]["rows"][:, -kept:] for s in ("native", prefill))
-            assert dumps[prefill]["end"] == len(prompt.ids)
-            assert_same_rows(tail, native)
-
-
-def test_tail_and_native_share_a_decode(fleet: Fleet, references: References) -> None:
-    """Rows of one prefill are never written over the draft KV of another."""
-    answers: dict[str, list[Reply]] = {}
-
-    def run(prefill: str) -> None:
-        answers[prefill] = send(fleet.client(prefill), "sliding")
-
-    threads = [threading.Thread(target=run, args=(p,)) for p in ("native", "pp2")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    for replies in answers.values():
-        assert_parity(replies, "sliding", references, MODELS.draft_swa)
-    assert len(answers) == 2
-
-
-def test_tail_requests_really_were_batched(
-    fleet: Fleet, references: References
-) -> None:
-    """Enough tokens for the log line that names the size of a batch."""
-    replies = send(fleet.client("pp2"), "sliding-beyond")
-    assert_parity(replies, "sliding-beyond", references, MODELS.draft_swa)
-    assert largest_batch(fleet.decode) >= 3
-
-
-@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-def test_tail_prefill_radix(fleet: Fleet, references: References, prefill: str) -> None:
-    """A cached prompt is matched up to its tail, which is computed again."""
-    getattr(fleet, prefill).flush_cache()
-    cold = send(fleet.client(prefill), "sliding-radix", parallel=1)
-    warm = send(fleet.client(prefill), "sliding-radix", parallel=1)
-    for reply in warm:
-        assert reply.cached_tokens == reply.prompt_tokens - window()
-    # The last prompt continues the one before it: a partial hit in the first pass.
-    assert 0 < cold[-1].cached_tokens < cold[-1].prompt_tokens - window()
-    for replies in (cold, warm):
-        assert_parity(replies, "sliding-radix", references, MODELS.draft_swa)
 
 
 def kv_bytes_per_token() -> int:
@@ -227,82 +153,8 @@ def row_bytes() -> int:
     return len(layers) * check_checkpoint(MODELS.target, "target")["hidden_size"] * 4
 
 
-@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-def test_tail_moves_the_rows_that_exist(fleet: Fleet, prefill: str) -> None:
-    engine, stages = getattr(fleet, prefill), {"pp1": 1, "pp2": 2}[prefill]
-    for name in ("sliding", "sliding-short"):
-        lengths = [len(prompt.ids) for prompt in PROMPT_SETS[name]]
-        before = engine.bytes_posted()
-        send(fleet.client(prefill), name)
-        moved = engine.bytes_posted() - before
-        rows = sum(min(length, window()) for length in lengths)
-        formula = sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
-        formula += len(lengths) * (HEADER_BYTES + stages * METADATA_BYTES)
-        assert moved / formula <= 1.02
-        assert moved >= sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
-
-
-def test_tail_through_the_router(
-    bed: Bed, fleet: Fleet, references: References
-) -> None:
-    spec = RouterSpec("tail-router", [fleet.pp1, fleet.pp2], [fleet.decode])
-    router = bed.start_router(spec)
-    try:
-        replies = send(Client.router(router), "sliding")
-        assert_parity(replies, "sliding", references, MODELS.draft_swa)
-    finally:
-        bed.stop(router)
-
-
 def abort(engine: Engine, rid: str) -> None:
     web.call(f"{engine.url}/abort_request", {"rid": rid}, 20)
-
-
-@pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-def test_tail_survives_aborts(
-    fleet: Fleet, references: References, prefill: str
-) -> None:
-    """Aborted on either engine at any stage; slots and rows stay the others' own."""
-    rng = random.Random(7)
-    source = getattr(fleet, prefill)
-    prompts = PROMPT_SETS["sliding-long"]
-
-    def one(number: int) -> None:
-        rid, delay = f"{prefill}-{number}", rng.random() * 0.5
-        body = {
-            "rid": rid,
-            "input_ids": list(prompts[number % len(prompts)].ids),
-            "sampling_params": {
-                "max_new_tokens": 200,
-                "ignore_eos": True,
-                "temperature": 0,
-            },
-            "bootstrap_host": source.host,
-            "bootstrap_port": source.bootstrap_port,
-            "bootstrap_room": rng.getrandbits(62),
-        }
-        posts = [
-            threading.Thread(target=quietly, args=(engine, body))
-            for engine in (source, fleet.decode)
-        ]
-        for post in posts:
-            post.start()
-        time.sleep(delay)
-        for engine in (fleet.decode, source):
-            abort(engine, rid)
-        for post in posts:
-            post.join(60)
-            assert not post.is_alive()
-
-    workers = [threading.Thread(target=one, args=(n,)) for n in range(24)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(90)
-        assert not worker.is_alive()
-    for name in SETS:
-        replies = send(fleet.client(prefill), name)
-        assert_parity(replies, name, references, MODELS.draft_swa)
 
 
 def quietly(engine: Engine, body: dict) -> None:
@@ -311,26 +163,13 @@ def quietly(engine: Engine, body: dict) -> None:
         web.call(f"{engine.url}/generate", body, 60)
 
 
-def test_tail_engines_are_healthy(bed: Bed, fleet: Fleet) -> None:
-    bed.assert_healthy()
-    for engine in (fleet.decode, fleet.pp1, fleet.pp2, fleet.native):
-        assert "Traceback" not in engine.log_text()
-    assert "were not captured" not in fleet.pp1.log_text() + fleet.pp2.log_text()
-
-
-@pytest.fixture(scope="module")
-def paged_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
-    """Pages of 16, decode radix cache, no overlap on decode.
-
-    Prefill is pipelined and starts before decode has reserved a slot; it is made to
-    throw away every second first attempt, whose tokens are then in its cache.
-    """
+@pytest.fixture(scope="class")
+def paged_client(bed: Bed) -> Iterator[Client]:
+    """Pages of 16, pipelined prefill, decode radix cache, no overlap on decode."""
     args = {"disaggregation-decode-enable-radix-cache": True}
-    retried = {**CAPTURE, "SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
-    early = {"optimistic-prefill-attempts": 2}
     engines = bed.start(
         [
-            prefill_spec("tail-p16", pp=2, page_size=16, env=retried, args=early),
+            prefill_spec("tail-p16", pp=2, page_size=16),
             decode_spec("tail-d16", page_size=16, overlap=False, args=args),
         ]
     )
@@ -338,47 +177,24 @@ def paged_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
     bed.stop(*engines)
 
 
-@pytest.mark.parametrize("name", [*SETS, "sliding-radix"])
-def test_tail_pages_decode_radix_and_retries(
-    paged_client: Client, references: References, name: str
-) -> None:
-    for _ in range(2):
-        replies = send(paged_client, name)
-        assert_parity(replies, name, references, MODELS.draft_swa)
-    if name == "sliding-radix":
-        assert all(reply.cached_tokens for reply in replies)
+@pytest.fixture(scope="class")
+def wide_pair(bed: Bed) -> Iterator[list[Engine]]:
+    """TP 2 on both engines, pages of 64, and a decode pool that forces retraction.
 
-
-@pytest.fixture(scope="module")
-def wide_pair(bed: Bed, fleet: Fleet) -> Iterator[list[Engine]]:
-    """TP 2 on both engines, pages of 64, and a decode pool that forces retraction."""
+    Prefill starts before decode has reserved a slot, and is made to throw away every
+    second first attempt, whose tokens are then in its cache.
+    """
     args = {"max-total-tokens": 1024, "num-reserved-decode-tokens": 8}
+    retried = {**CAPTURE, "SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
+    early = {"optimistic-prefill-attempts": 2}
     engines = bed.start(
         [
-            prefill_spec("tail-tp2", tp=2, page_size=64),
+            prefill_spec("tail-tp2", tp=2, page_size=64, env=retried, args=early),
             decode_spec("tail-d64", tp=2, page_size=64, args=args),
         ]
     )
     yield engines
     bed.stop(*engines)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_tail_tp2(wide_pair: list[Engine], references: References, name: str) -> None:
-    replies = send(Client.direct(*wide_pair), name)
-    assert_parity(replies, name, references, MODELS.draft_swa)
-
-
-def test_tail_survives_retraction(
-    wide_pair: list[Engine], references: References
-) -> None:
-    """A retracted request resumes with the draft KV it had."""
-    name = "sliding-beyond"
-    decode = wide_pair[1]
-    at = len(decode.log_text())
-    replies = send(Client.direct(*wide_pair), name, parallel=16)
-    assert "retracted" in decode.log_text()[at:].lower()
-    assert_parity(replies, name, references, MODELS.draft_swa)
 
 
 PARTIAL = {
@@ -387,8 +203,8 @@ PARTIAL = {
 }
 
 
-@pytest.fixture(scope="module")
-def partial_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
+@pytest.fixture(scope="class")
+def partial_client(bed: Bed) -> Iterator[Client]:
     """A full-attention draft with eight rows of context, asked for by name."""
     ids = ",".join(map(str, captured_layers(MODELS.draft_full)))
     capture = {
@@ -403,24 +219,218 @@ def partial_client(bed: Bed, fleet: Fleet) -> Iterator[Client]:
     bed.stop(*engines)
 
 
-def test_tail_of_a_full_attention_draft_shows(
-    partial_client: Client, references: References
-) -> None:
-    """The negative control: same text, more verify passes, and always the same."""
-    first = send(partial_client, "short")
-    assert_same_output(first, "short", references)
-    assert sum(verify_vector(first)) > sum(verify_vector(references.get("short")))
-    for name in ("mixed", "chunked"):
-        assert_same_output(send(partial_client, name), name, references)
-    alone = send(partial_client, "short", parallel=1)
-    assert verify_vector(alone) == verify_vector(first)
-
-
 def refused(bed: Bed, spec: EngineSpec) -> str:
     with pytest.raises(BedError) as caught:
         bed.start([spec])
     error = caught.value
     return f"{error}\n{getattr(error, 'log_tail', '')}"
+
+
+class TestTailFleet:
+    """One decode; prefills with one stage, with two, and with a draft."""
+
+    @pytest.mark.parametrize("name", SETS)
+    @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+    def test_tail_parity(
+        self, fleet: Fleet, references: References, prefill: str, name: str
+    ) -> None:
+        replies = send(fleet.client(prefill), name)
+        assert_parity(replies, name, references, MODELS.draft_swa)
+        if name == "sliding":
+            assert_both_paths_ran(replies)
+
+    def test_tail_prompts_are_what_they_claim(self, fleet: Fleet) -> None:
+        """Shorter than the tail, longer than it, and many chunks long."""
+        lengths = {name: [len(p.ids) for p in PROMPT_SETS[name]] for name in SETS}
+        assert max(lengths["sliding-short"]) < window()
+        assert min(lengths["sliding"]) < window() < max(lengths["sliding"])
+        assert min(lengths["sliding-long"]) > 3 * CHUNK
+
+    @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+    def test_tail_draft_rows_equal_native(self, fleet: Fleet, prefill: str) -> None:
+        """What injection wrote is what a prefill with a draft would have sent."""
+        for name in SETS:
+            for prompt in PROMPT_SETS[name]:
+                dumps = {}
+                for source in ("native", prefill):
+                    fleet.client(source).generate([prompt.ids], 1)
+                    dumps[source] = probed(fleet.probe, prompt.ids)
+                kept = min(len(prompt.ids), window())
+                native, tail = (
+                    dumps[s]["rows"][:, -kept:] for s in ("native", prefill)
+                )
+                assert dumps[prefill]["end"] == len(prompt.ids)
+                assert_same_rows(tail, native)
+
+    def test_tail_and_native_share_a_decode(
+        self, fleet: Fleet, references: References
+    ) -> None:
+        """Rows of one prefill are never written over the draft KV of another."""
+        answers: dict[str, list[Reply]] = {}
+
+        def run(prefill: str) -> None:
+            answers[prefill] = send(fleet.client(prefill), "sliding")
+
+        threads = [threading.Thread(target=run, args=(p,)) for p in ("native", "pp2")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        for replies in answers.values():
+            assert_parity(replies, "sliding", references, MODELS.draft_swa)
+        assert len(answers) == 2
+
+    def test_tail_requests_really_were_batched(
+        self, fleet: Fleet, references: References
+    ) -> None:
+        """Enough tokens for the log line that names the size of a batch."""
+        replies = send(fleet.client("pp2"), "sliding-beyond")
+        assert_parity(replies, "sliding-beyond", references, MODELS.draft_swa)
+        assert largest_batch(fleet.decode) >= 3
+
+    @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+    def test_tail_prefill_radix(
+        self, fleet: Fleet, references: References, prefill: str
+    ) -> None:
+        """A cached prompt is matched up to its tail, which is computed again."""
+        getattr(fleet, prefill).flush_cache()
+        cold = send(fleet.client(prefill), "sliding-radix", parallel=1)
+        warm = send(fleet.client(prefill), "sliding-radix", parallel=1)
+        for reply in warm:
+            assert reply.cached_tokens == reply.prompt_tokens - window()
+        # The last prompt continues the one before it: a partial hit in the first pass.
+        assert 0 < cold[-1].cached_tokens < cold[-1].prompt_tokens - window()
+        for replies in (cold, warm):
+            assert_parity(replies, "sliding-radix", references, MODELS.draft_swa)
+
+    @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+    def test_tail_moves_the_rows_that_exist(self, fleet: Fleet, prefill: str) -> None:
+        engine, stages = getattr(fleet, prefill), {"pp1": 1, "pp2": 2}[prefill]
+        for name in ("sliding", "sliding-short"):
+            lengths = [len(prompt.ids) for prompt in PROMPT_SETS[name]]
+            before = engine.bytes_posted()
+            send(fleet.client(prefill), name)
+            moved = engine.bytes_posted() - before
+            rows = sum(min(length, window()) for length in lengths)
+            formula = sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
+            formula += len(lengths) * (HEADER_BYTES + stages * METADATA_BYTES)
+            assert moved / formula <= 1.02
+            assert moved >= sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
+
+    def test_tail_through_the_router(
+        self, bed: Bed, fleet: Fleet, references: References
+    ) -> None:
+        spec = RouterSpec("tail-router", [fleet.pp1, fleet.pp2], [fleet.decode])
+        router = bed.start_router(spec)
+        try:
+            replies = send(Client.router(router), "sliding")
+            assert_parity(replies, "sliding", references, MODELS.draft_swa)
+        finally:
+            bed.stop(router)
+
+    @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+    def test_tail_survives_aborts(
+        self, fleet: Fleet, references: References, prefill: str
+    ) -> None:
+        """Aborted on either engine at any stage; slots and rows stay the others' own."""
+        rng = random.Random(7)
+        source = getattr(fleet, prefill)
+        prompts = PROMPT_SETS["sliding-long"]
+
+        def one(number: int) -> None:
+            rid, delay = f"{prefill}-{number}", rng.random() * 0.5
+            body = {
+                "rid": rid,
+                "input_ids": list(prompts[number % len(prompts)].ids),
+                "sampling_params": {
+                    "max_new_tokens": 200,
+                    "ignore_eos": True,
+                    "temperature": 0,
+                },
+                "bootstrap_host": source.host,
+                "bootstrap_port": source.bootstrap_port,
+                "bootstrap_room": rng.getrandbits(62),
+            }
+            posts = [
+                threading.Thread(target=quietly, args=(engine, body))
+                for engine in (source, fleet.decode)
+            ]
+            for post in posts:
+                post.start()
+            time.sleep(delay)
+            for engine in (fleet.decode, source):
+                abort(engine, rid)
+            for post in posts:
+                post.join(60)
+                assert not post.is_alive()
+
+        workers = [threading.Thread(target=one, args=(n,)) for n in range(24)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(90)
+            assert not worker.is_alive()
+        for name in SETS:
+            replies = send(fleet.client(prefill), name)
+            assert_parity(replies, name, references, MODELS.draft_swa)
+
+    def test_tail_engines_are_healthy(self, bed: Bed, fleet: Fleet) -> None:
+        bed.assert_healthy()
+        for engine in (fleet.decode, fleet.pp1, fleet.pp2, fleet.native):
+            assert "Traceback" not in engine.log_text()
+        assert "were not captured" not in fleet.pp1.log_text() + fleet.pp2.log_text()
+
+
+class TestTailPages:
+    """Pages, a prefix cache on decode and no overlap there."""
+
+    @pytest.mark.parametrize("name", [*SETS, "sliding-radix"])
+    def test_tail_pages_and_decode_radix(
+        self, paged_client: Client, references: References, name: str
+    ) -> None:
+        for _ in range(2):
+            replies = send(paged_client, name)
+            assert_parity(replies, name, references, MODELS.draft_swa)
+        if name == "sliding-radix":
+            assert all(reply.cached_tokens for reply in replies)
+
+
+class TestTailWide:
+    """Tensor parallel engines, retried prefills and a pool that is too small."""
+
+    @pytest.mark.parametrize("name", SETS)
+    def test_tail_tp2(
+        self, wide_pair: list[Engine], references: References, name: str
+    ) -> None:
+        replies = send(Client.direct(*wide_pair), name)
+        assert_parity(replies, name, references, MODELS.draft_swa)
+
+    def test_tail_survives_retraction(
+        self, wide_pair: list[Engine], references: References
+    ) -> None:
+        """A retracted request resumes with the draft KV it had."""
+        name = "sliding-beyond"
+        decode = wide_pair[1]
+        at = len(decode.log_text())
+        replies = send(Client.direct(*wide_pair), name, parallel=16)
+        assert "retracted" in decode.log_text()[at:].lower()
+        assert_parity(replies, name, references, MODELS.draft_swa)
+
+
+class TestTailPartial:
+    """A draft that the tail cannot cover."""
+
+    def test_tail_of_a_full_attention_draft_shows(
+        self, partial_client: Client, references: References
+    ) -> None:
+        """The negative control: same text, more verify passes, and always the same."""
+        first = send(partial_client, "short")
+        assert_same_output(first, "short", references)
+        assert sum(verify_vector(first)) > sum(verify_vector(references.get("short")))
+        for name in ("mixed", "chunked"):
+            assert_same_output(send(partial_client, name), name, references)
+        alone = send(partial_client, "short", parallel=1)
+        assert verify_vector(alone) == verify_vector(first)
 
 
 @pytest.mark.parametrize("family", sorted(random_models.TARGETS))
