@@ -10,6 +10,12 @@ import pytest
 _KINDS = ("unit", "e2e", "release")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Here and not beside test_releases.py: only this file is read before options are.
+    text = "write the golden files of test_releases.py anew"
+    parser.addoption("--update-goldens", action="store_true", help=text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):

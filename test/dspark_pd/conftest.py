@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fake_sglang
 from dspark_pd.cli import main
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "write the golden files of test_releases.py anew"
-    parser.addoption("--update-goldens", action="store_true", help=text)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.out)
-        return document
-
-    @property
-    def data(self) -> dict[str, Any]:
-        data: dict[str, Any] = self.document["data"]
-        return data
-
-    @property
-    def codes(self) -> list[str]:
-        return [error["code"] for error in self.document["errors"]]
-
-
-Run = Callable[..., Outcome]
+from outcome import Outcome, Run
 
 
 @pytest.fixture(autouse=True)

@@ -143,3 +143,26 @@ def test_a_fork_of_the_owner_leaves_the_engines_alone(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
     assert process.alive()
     process.stop()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_background_job_can_be_stopped(signum: signal.Signals) -> None:
+    """A script's background job starts with SIGINT ignored."""
+    code = (
+        "import time\n"
+        "from dspark_pd.bed.process import interrupt_on_signals\n"
+        "interrupt_on_signals()\n"
+        "print('up', flush=True)\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    raise SystemExit(7)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.send_signal(signum)
+    assert job.wait(timeout=10) == 7

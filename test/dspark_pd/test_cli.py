@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Run
 from dspark_pd import exit_codes
 from dspark_pd.cli import build_parser, main
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

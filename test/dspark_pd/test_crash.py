@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 import fake_sglang
-from conftest import Run
 from dspark_pd import astgrep, fsops
 from dspark_pd.patch_set import load_patch_set
 from dspark_pd.verbs import context
 from fake_sglang import snapshot
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

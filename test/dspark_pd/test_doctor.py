@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import pytest
 
-from conftest import Run
 from dspark_pd.doctor import diagnose
 from dspark_pd.doctor_agreement import load
 from dspark_pd.doctor_checks import CHECKS
 from dspark_pd.doctor_inputs import Engine, parse_command, read_engine
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

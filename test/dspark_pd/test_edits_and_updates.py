@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Run
 from fake_sglang import snapshot
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

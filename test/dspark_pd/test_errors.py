@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Outcome, Run
 from dspark_pd import astgrep, exit_codes, fsops
 from dspark_pd.error_catalogue import PARTS, catalogue
 from dspark_pd.errors import Problem
+from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Run
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import fake_sglang
-from conftest import Run
 from dspark_pd import fsops
 from fake_sglang import snapshot
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Run
 from dspark_pd import hygiene
 from dspark_pd.errors import Refused
 from dspark_pd.hunk_fields import misfits
 from dspark_pd.patch_set import PatchSet, load_patch_set
 from dspark_pd.yaml_documents import load_documents
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

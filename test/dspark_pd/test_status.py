@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Outcome, Run
+from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
 

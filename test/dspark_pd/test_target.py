@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from conftest import Run
 from dspark_pd.target import find_target
+from outcome import Run
 
 pytestmark = pytest.mark.unit
 

@@ -42,9 +42,8 @@ def test_activation_keeps_what_the_user_has_set(run_child):
 
 
 def _source_line() -> str:
-    from conftest import SOURCE
-
-    return f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
+    source = Path(__file__).parents[2] / "python/sglang_cpu_reference/src"
+    return f"import sys; sys.path.insert(0, {str(source)!r})\n"
 
 
 _WITH_SOURCE = _source_line()
