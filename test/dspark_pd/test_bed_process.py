@@ -152,8 +152,7 @@ def test_a_background_job_can_be_stopped(signum: signal.Signals) -> None:
         "import time\n"
         "from dspark_pd.bed.process import interrupt_on_signals\n"
         "interrupt_on_signals()\n"
-        "print('up', flush=True)\n"
-        "try:\n    time.sleep(60)\n"
+        "try:\n    print('up', flush=True)\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    raise SystemExit(7)\n"
     )
     job = subprocess.Popen(

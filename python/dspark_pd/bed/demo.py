@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from dspark_pd.bed.client import Client
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
 from dspark_pd.bed.ports import claim_port
+from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.prompts import Prompt, make_prompts
 from dspark_pd.bed.report import Report, Run
 from dspark_pd.bed.specs import RouterSpec
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit code and prints everything a user needs."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    interrupt_on_signals()
     try:
         report = _run(args)
     except BedError as error:
@@ -73,10 +73,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     return _conclude(report)
-
-
-def _as_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _run(args: argparse.Namespace) -> Report:

@@ -107,6 +107,20 @@ def _interrupts_deferred() -> Iterator[None]:
             signal.raise_signal(caught)
 
 
+def interrupt_on_signals() -> None:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt, so that `with Bed` stops all.
+
+    Set even where SIGINT came in ignored, as in a script's background job: a program
+    that owns engines must always be stoppable.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
+
+
 class Process:
     """A named child that writes to `log`; `argv[0]` is the program."""
 

@@ -7,7 +7,6 @@ wait until a signal or until one of them ends; stop all.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dspark_pd.bed.bed import Bed, Engine, Router
 from dspark_pd.bed.diagnosis import failure
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
+from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.specs import EngineSpec, Flag, RouterSpec
 
 PAGE = 64
@@ -101,7 +101,7 @@ def _serve(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m dspark_pd.bed.serve`."""
     args = _arguments(argv)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    interrupt_on_signals()
     try:
         _serve(args)
     except BedError as error:
