@@ -28,7 +28,7 @@ from pd_mismatch import (
 
 from dspark_pd.bed import MODELS, Bed, Engine
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
