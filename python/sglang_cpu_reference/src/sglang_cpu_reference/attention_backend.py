@@ -70,6 +70,8 @@ class ReferenceAttentionBackend(AttentionBackend):
         super().__init__()
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.pool = model_runner.token_to_kv_pool
+        # Some models (Qwen3-MoE) ask the backend for the pool under this name.
+        self.token_to_kv_pool = self.pool
         if not isinstance(self.pool, (MHATokenToKVPool, SWAKVPool)):
             raise NotImplementedError(
                 f"cpu_reference attention serves multi-head KV pools; this model "
