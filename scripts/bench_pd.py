@@ -8,7 +8,7 @@
 - bytes moved / formula: what NIXL posted against KV, metadata and the rows that exist
   (aim: 1.02 or less)
 - decode step time with the set / stock: needs DIR, a folder that holds an SGLang with
-  the CPU platform's hunk only; one decode engine of each, in turn
+  the CPU platform's hunk only; one native pair of each, in turn
 
 Ratios only: absolute times of the CPU reference platform say nothing about a GPU, and
 a busy machine makes them worthless. Run it on an idle one.
@@ -132,20 +132,23 @@ def step_seconds(prefill: Engine, decode: Engine) -> Callable[[], float]:
 
 
 def bench_decode(bed: Bed, rounds: int, stock: Path) -> dict[str, float]:
-    """One decode engine with the set, one without it, the same native prefill."""
+    """A native pair with the set and one without it."""
     path = os.pathsep.join(filter(None, [str(stock), os.environ.get("PYTHONPATH")]))
     model, draft = MODELS.target, MODELS.draft_swa
-    prefill, mine, theirs = bed.start(
+    without_set = {"PYTHONPATH": path}
+    # Each decode has a prefill of its own kind: a mixed pair is refused.
+    engines = bed.start(
         [
-            EngineSpec("native", "prefill", model, draft, env={"PYTHONPATH": path}),
-            EngineSpec("set", "decode", model, draft),
-            EngineSpec("stock", "decode", model, draft, env={"PYTHONPATH": path}),
+            EngineSpec("set-p", "prefill", model, draft),
+            EngineSpec("set-d", "decode", model, draft),
+            EngineSpec("stock-p", "prefill", model, draft, env=without_set),
+            EngineSpec("stock-d", "decode", model, draft, env=without_set),
         ]
     )
     with_set, without = alternate(
-        rounds, step_seconds(prefill, mine), step_seconds(prefill, theirs)
+        rounds, step_seconds(*engines[:2]), step_seconds(*engines[2:])
     )
-    bed.stop(prefill, mine, theirs)
+    bed.stop(*engines)
     return {"decode_step_ratio": with_set / without}
 
 
