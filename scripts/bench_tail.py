@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Measure accept length by tail length and prompt length.
 
-    scripts/bench_tail.py [--tails 1,4,8,16,31,64] [--json FILE] [--chart FILE]
+    scripts/bench_tail.py [--tails 1,4,8,16,31,64] [--drafts sliding,full] [--json FILE]
 
 A tail covers an all-sliding draft completely and a full-attention draft in part. This
 starts one prefill and one decode engine for each tail length and draft, sends prompts
 of several lengths and prints accept length next to that of unified serving. Output is
-lossless throughout; the script stops if a token differs. `--chart` writes the numbers as
-a Mermaid chart for the docs.
+lossless throughout; the script stops if a token differs. scripts/plot_tail.py draws
+what `--json` writes.
 
 Needs the patched SGLang of this interpreter, the CPU reference platform and the tiny
 models. About one minute for each pair of engines on two cores.
@@ -125,34 +125,12 @@ def table(points: list[Point]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def chart(points: list[Point], draft: str) -> str:
-    """A Mermaid line per prompt length: accept length over tail length."""
-    tails = [t for t in dict.fromkeys(p.tail for p in points if p.draft == draft) if t]
-    names = list(dict.fromkeys(p.prompt_tokens for p in points))
-    lines = [
-        "```mermaid",
-        "xychart-beta",
-        f'    title "Accept length, {draft} draft, prompts of {", ".join(names)} tokens"',
-        f'    x-axis "tail rows" [{", ".join(map(str, tails))}]',
-        '    y-axis "accept length" 1 --> 5',
-    ]
-    for name in names:
-        found = {
-            p.tail: p.accept_length
-            for p in points
-            if p.draft == draft and p.prompt_tokens == name
-        }
-        lines.append(f"    line [{', '.join(f'{found[t]:.2f}' for t in tails)}]")
-    return "\n".join([*lines, "```"])
-
-
 def main() -> int:
     """Measure, print the table, write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tails", default="1,4,8,16,31,64")
     parser.add_argument("--drafts", default="sliding,full")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
     tails = [int(item) for item in options.tails.split(",")]
     points: list[Point] = []
@@ -163,9 +141,6 @@ def main() -> int:
     if options.json:
         rows = [point.__dict__ for point in points]
         options.json.write_text(json.dumps({"schema": 1, "points": rows}, indent=1))
-    if options.chart:
-        charts = [chart(points, draft) for draft in options.drafts.split(",")]
-        options.chart.write_text("\n\n".join(charts) + "\n")
     return 0
 
 

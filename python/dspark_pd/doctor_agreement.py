@@ -50,9 +50,25 @@ def load(module: str) -> Any:
 
 
 def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
-    """What the engines would say of each other."""
-    rules = load("peer_agreement_rules")
-    verdicts = rules.decide(decode.description, prefill.description)
+    """What the engines would say of each other, and what nobody would say.
+
+    An engine that describes itself sees whether the other one does. What it cannot see
+    is compared here all the same, and so are two engines of which neither does.
+    """
+    decide = load("peer_agreement_rules").decide
+    verdicts = decide(decode.description, prefill.description)
+    if decode.unpatched != prefill.unpatched:
+        sides = (_as_seen(engine) for engine in (decode, prefill))
+        verdicts = [*decide(*sides), *verdicts]
+    found = {verdict.code: verdict for verdict in reversed(verdicts)}
     return [
-        Finding(v.code, v.severity, v.message, v.consequence, v.fix) for v in verdicts
+        Finding(v.code, v.severity, v.message, v.consequence, v.fix)
+        for v in reversed(found.values())
     ]
+
+
+def _as_seen(engine: Engine) -> dict[str, Any]:
+    """Its description as its peer gets it: without a version there is none."""
+    if not engine.unpatched:
+        return engine.description
+    return {k: v for k, v in engine.description.items() if k != "version"}

@@ -79,6 +79,8 @@ def _lacks_layer_ids(prefill: Engine, _: Engine) -> bool:
     config = prefill.target_config or {}
     return (
         _mode(prefill) == "tail"
+        # A running one has found them.
+        and prefill.environ is not None
         and not prefill.env(LAYER_IDS)
         and bool(config)
         and config.get("dspark_target_layer_ids") is None

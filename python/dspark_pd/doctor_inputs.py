@@ -1,4 +1,4 @@
-"""Reads one engine for the doctor: from its address, or from a file of arguments.
+"""One engine as the doctor knows it, and reading it from a file of arguments.
 
 A file is either JSON (server arguments by field name, as ``/server_info`` gives them)
 or text as a person would type it: environment assignments, ``export`` lines, and one
@@ -11,14 +11,12 @@ import dataclasses
 import json
 import re
 import shlex
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from dspark_pd.doctor_agreement import REFUSE, WARN, Finding, load
+from dspark_pd.doctor_agreement import WARN, Finding, load
+from dspark_pd.doctor_servers import read_server
 from dspark_pd.errors import refuse
 
 _ALIASES = {
@@ -34,7 +32,6 @@ _ALIASES = {
     "speculative_draft_model": "speculative_draft_model_path",
 }
 _ASSIGNMENT = re.compile(r"^[A-Z_][A-Z0-9_]*=", re.ASCII)
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclasses.dataclass
@@ -42,7 +39,8 @@ class Engine:
     """What is known of one engine.
 
     `environ` is None when it cannot be known (a running server does not tell).
-    `problems` are findings from reading it.
+    `description` is what the engine tells its peers, or a guess from its arguments;
+    `unpatched` says that it tells them nothing. `problems` are findings from reading it.
     """
 
     role: str
@@ -53,6 +51,7 @@ class Engine:
     target_config: dict[str, Any] | None = None
     draft_config: dict[str, Any] | None = None
     description: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unpatched: bool = False
     problems: list[Finding] = dataclasses.field(default_factory=list)
 
     @property
@@ -83,32 +82,32 @@ def read_engine(role: str, source: str, timeout_s: float) -> Engine:
     """An engine from a URL or a file; an unreadable file is a usage error."""
     engine = Engine(role, source)
     if source.startswith(("http://", "https://")):
-        _read_server(engine, timeout_s)
+        published = read_server(engine, timeout_s)
     else:
+        published = None
         _read_file(engine, Path(source))
-    _describe(engine)
-    if source.startswith("http") and role == "prefill" and engine.args:
-        _read_published_description(engine, timeout_s)
+    if engine.args:
+        _describe(engine, published)
     return engine
 
 
-def _describe(engine: Engine) -> None:
+def _describe(engine: Engine, published: dict[str, Any] | None) -> None:
+    """What the engine says of itself counts; without it, what its arguments say."""
     module = load("peer_description")
     args = engine.args
-    if not args:
-        return
     engine.target_config = module.read_config(args.get("model_path"))
     engine.draft_config = module.read_config(args.get("speculative_draft_model_path"))
-    engine.description = module.describe(
+    engine.description = published or module.describe(
         args,
         role=engine.role,
         target_config=engine.target_config,
         draft_config=engine.draft_config,
         environ=engine.environ,
     )
+    if published:
+        return
     if engine.environ is None:
-        for key in ("allow_cold_draft", "allow_partial_context"):
-            engine.description.pop(key, None)
+        _forget_switches(engine)
     if engine.target_config is None:
         engine.problems.append(
             Finding(
@@ -122,85 +121,20 @@ def _describe(engine: Engine) -> None:
         )
 
 
-# -- a running server -------------------------------------------------------------------
-
-
-def _read_server(engine: Engine, timeout_s: float) -> None:
-    base = engine.source.rstrip("/")
-    try:
-        info = _get_json(f"{base}/server_info", timeout_s)
-    except (OSError, ValueError) as error:
-        engine.problems.append(
-            Finding(
-                "DOC-UNREACHABLE",
-                REFUSE,
-                f"{engine.role} at {base} does not answer: {error}",
-                "nothing can be compared",
-                "check the address and that the engine has finished starting",
-            )
-        )
-        return
-    engine.args = {
-        key: value for key, value in info.items() if key != "internal_states"
-    }
-    engine.release = info.get("version")
-
-
-def _read_published_description(engine: Engine, timeout_s: float) -> None:
-    """Replace guesses by what a running prefill tells its decodes."""
-    host = urlsplit(engine.source).hostname
-    port = engine.args.get("disaggregation_bootstrap_port")
-    query = "&".join(
-        f"{name}=-1"
-        for name in (
-            "prefill_dp_rank",
-            "prefill_cp_rank",
-            "target_tp_rank",
-            "target_pp_rank",
-        )
-    )
-    try:
-        with _opener.open(
-            f"http://{host}:{port}/route?{query}", timeout=timeout_s
-        ) as r:
-            header = r.headers.get("X-SGLang-Peer-Description")
-        if header:
-            engine.description.update(json.loads(header))
-            return
-    except (OSError, ValueError) as error:
-        engine.problems.append(
-            Finding(
-                "DOC-BOOTSTRAP",
-                WARN,
-                f"prefill's bootstrap server at {host}:{port} does not answer: {error}",
-                "decodes cannot reach this prefill, or it is behind another address",
-                "open the port given by --disaggregation-bootstrap-port",
-            )
-        )
-        return
-    engine.problems.append(
-        Finding(
-            "DOC-UNPATCHED",
-            WARN,
-            f"{engine.role} does not describe itself to its peers",
-            "engines that disagree hang or draft cold instead of refusing each other",
-            "apply sglang-dspark-pd to it and restart it",
-        )
-    )
-
-
-def _get_json(url: str, timeout_s: float) -> dict[str, Any]:
-    with _opener.open(url, timeout=timeout_s) as response:
-        answer = json.loads(response.read())
-    if not isinstance(answer, dict):
-        raise TypeError(f"{url} did not answer with an object")
-    return answer
+def _forget_switches(engine: Engine) -> None:
+    """Drop what only the environment decides and nobody has told."""
+    unknown = ["allow_cold_draft", "allow_partial_context"]
+    if engine.role == "decode" and engine.description.get("mode") == "native":
+        unknown.append("mode")  # or a tail
+    for key in unknown:
+        engine.description.pop(key, None)
 
 
 # -- a file of arguments ----------------------------------------------------------------
 
 
 def _read_file(engine: Engine, path: Path) -> None:
+    """Arguments and environment from a file; a file publishes no description."""
     try:
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -392,8 +393,11 @@ def serve() -> Iterator:
         handler.answers = {"/server_info": args, "/route": {}}
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
+        address = f"http://127.0.0.1:{server.server_port}"
+        start.handlers[address] = handler
+        return address
 
+    start.handlers = {}
     yield start
     for server in servers:
         server.shutdown()
@@ -427,6 +431,82 @@ def test_a_prefill_without_this_agreement_is_named(serve, run: Run) -> None:
     prefill, decode = serve({"tp_size": 1}), serve({"tp_size": 1})
     outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
     assert "DOC-UNPATCHED" in [f["code"] for f in outcome.data["findings"]]
+
+
+SHOWN = {
+    "version": 1,
+    "page_size": 64,
+    "mode": "native",
+    "algorithm": "DSPARK",
+    "draft_weights": "aaaa",
+}
+
+
+def showing(description: dict | None, **args) -> dict:
+    state = {"peer_description": description} if description else {"tp_size": 1}
+    return {"version": "0.5.23", "tp_size": 1, "internal_states": [state], **args}
+
+
+def codes_of(run: Run, prefill: str, decode: str) -> list[str]:
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
+    return [finding["code"] for finding in outcome.data["findings"]]
+
+
+def test_what_running_engines_show_counts_most(serve, run: Run) -> None:
+    """Not the page size of their arguments, and no guess about their environment."""
+    decode = serve(showing({**SHOWN, "mode": "tail"}, page_size=1))
+    assert codes_of(run, serve(showing(SHOWN, page_size=16)), decode) == []
+    tail = {**SHOWN, "mode": "tail", "algorithm": None}
+    assert codes_of(run, serve(showing(tail)), decode) == ["DOC-TAIL-RADIX"]
+    native = serve(showing(SHOWN))
+    assert codes_of(run, serve(showing(tail)), native)[0] == "PD-MODE"
+    paged = serve(showing({**SHOWN, "page_size": 16}))
+    assert codes_of(run, native, paged) == ["PD-PAGE-SIZE"]
+
+
+def test_a_patched_engine_and_one_that_is_not(serve, run: Run) -> None:
+    """As the patched one will see it."""
+    stock = {"speculative_algorithm": "DSPARK", "page_size": 64}
+    patched, unpatched = serve(showing(SHOWN)), serve(showing(None, **stock))
+    assert codes_of(run, unpatched, patched)[0] == "PD-UNPATCHED-PREFILL"
+    both = codes_of(run, patched, unpatched)
+    assert "PD-UNPATCHED-DECODE" in both
+    assert "DOC-UNPATCHED" in both
+
+
+def test_two_engines_without_the_agreement_are_compared(serve, run: Run) -> None:
+    drafts = serve(showing(None, speculative_algorithm="DSPARK"))
+    codes = codes_of(run, serve(showing(None)), drafts)
+    assert codes[0] == "PD-COLD-DRAFT"
+    assert codes.count("DOC-UNPATCHED") == 2
+
+
+@pytest.mark.parametrize("answer", [[], "text", None])
+def test_a_server_that_is_no_engine(serve, run: Run, answer) -> None:
+    address = serve({})
+    # Any JSON but an object of arguments.
+    serve.handlers[address].answers["/server_info"] = answer
+    outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
+    assert outcome.code == 1
+    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
+
+
+def test_a_port_that_does_not_speak_http(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"SSH-2.0-nobody\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
+    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
 
 
 def test_an_engine_that_does_not_answer(run: Run) -> None:

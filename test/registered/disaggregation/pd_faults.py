@@ -8,9 +8,11 @@ import random
 import signal
 import struct
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import zmq
 from pd_mismatch import Answer, ask
@@ -19,6 +21,7 @@ from dspark_pd.bed import Engine
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 LONG = 256
+KILLER = Path(__file__).parent / "control_thread_killer"
 
 
 def get_json(url: str, timeout_s: float = 10.0):
@@ -57,6 +60,30 @@ def pause(engine: Engine, seconds: float) -> None:
     signal_group(engine, signal.SIGSTOP)
     time.sleep(seconds)
     signal_group(engine, signal.SIGCONT)
+
+
+def killable(folder: Path) -> dict[str, str]:
+    """Environment of an engine whose control threads `kill_thread` can end."""
+    path = os.pathsep.join(filter(None, [str(KILLER), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "CONTROL_THREAD_KILLER_DIR": str(folder)}
+
+
+def kill_thread(folder: Path, function: str) -> None:
+    """End the thread that runs this function; returns when its process has seen it."""
+    order = folder / function
+    order.touch()
+    assert wait_until(lambda: not order.exists(), 10) is not None, "no such thread"
+
+
+def health(engine: Engine) -> tuple[int, str]:
+    """Status and text of ``/health``; 0 when nobody answers."""
+    try:
+        with _opener.open(f"{engine.url}/health", timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, repr(error)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:

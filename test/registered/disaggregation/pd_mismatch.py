@@ -62,6 +62,29 @@ def ask(url: str, *, timeout_s: float = 30.0, **fields: object) -> Answer:
     return Answer(status, text, time.monotonic() - began)
 
 
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ``dspark-pd doctor`` said of two running engines."""
+
+    works: bool
+    codes: tuple[str, ...]
+
+
+def consult_doctor(prefill: Engine, decode: Engine) -> Diagnosis:
+    """Ask the doctor about a live pair, as an operator would."""
+    urls = ["--prefill", prefill.url, "--decode", decode.url]
+    done = subprocess.run(
+        [sys.executable, "-m", "dspark_pd", "doctor", *urls, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    findings = json.loads(done.stdout)["data"]["findings"]
+    return Diagnosis(done.returncode == 0, tuple(f["code"] for f in findings))
+
+
 def route(bed: Bed, prefill: Engine, decode: Engine) -> Router:
     """A fresh router before a pair; routers stop using an engine after failures."""
     spec = RouterSpec(f"r-{prefill.name}-{decode.name}", [prefill], [decode])

@@ -12,6 +12,7 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from pd_faults import (
@@ -19,6 +20,9 @@ from pd_faults import (
     control_port,
     during_requests,
     empty_within,
+    health,
+    kill_thread,
+    killable,
     pause,
     signal_group,
     throw_frames,
@@ -44,8 +48,16 @@ SLOTS = 32  # metadata slots of an engine with --max-running-requests 16
 OBSERVED: dict[str, tuple[float, str]] = {}
 
 
-def fault_spec(role: str, **options):
-    return spec(f"fault-{role}", role, env=TIMEOUTS, **options)
+# Per role: the function its control thread runs, and what the engine calls the thread.
+CONTROL_THREADS = {
+    "prefill": ("bootstrap_thread", "prefill bootstrap thread"),
+    "decode": ("decode_listener_thread", "decode listener thread"),
+}
+
+
+def fault_spec(role: str, orders: Path, **options):
+    env = {**TIMEOUTS, **killable(orders)}
+    return spec(f"fault-{role}", role, env=env, **options)
 
 
 @dataclass
@@ -57,10 +69,11 @@ class Running:
     decode: Engine
     router: Router
     dice: random.Random
+    orders: Path
 
     def restart(self, which: str) -> None:
         options = stop_and_free(self.bed, getattr(self, which))
-        [started] = self.bed.start([fault_spec(which, **options)])
+        [started] = self.bed.start([fault_spec(which, self.orders, **options)])
         setattr(self, which, started)
 
     def serves(self) -> bool:
@@ -68,10 +81,13 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(bed: Bed) -> Iterator[Running]:
-    prefill, decode = bed.start([fault_spec("prefill"), fault_spec("decode")])
+def running(bed: Bed, tmp_path_factory) -> Iterator[Running]:
+    orders = tmp_path_factory.mktemp("orders")
+    prefill, decode = bed.start(
+        [fault_spec(role, orders) for role in ("prefill", "decode")]
+    )
     router = bed.start_router(RouterSpec("fault-r", [prefill], [decode]))
-    running = Running(bed, prefill, decode, router, random.Random(20261129))
+    running = Running(bed, prefill, decode, router, random.Random(20261129), orders)
     assert wait_until(running.serves, BACK_LIMIT_S) is not None
     yield running
     bed.stop(running.router, running.prefill, running.decode)
@@ -153,6 +169,23 @@ def test_fault_hostile_frames(running: Running) -> None:
     )
     check_answered(f"{FRAMES} hostile frames", answers)
     assert all(answer.status == 200 for answer in answers)
+    check_recovered(running)
+
+
+@pytest.mark.parametrize("which", CONTROL_THREADS)
+def test_fault_control_thread_killed(running: Running, which: str) -> None:
+    """Health turns red with the reason; requests are answered; a restart cures it."""
+    engine = getattr(running, which)
+    function, name = CONTROL_THREADS[which]
+    assert health(engine)[0] == 200
+    kill_thread(running.orders, function)
+    answers = ask_many(running.router.url, 2, timeout_s=90)
+    red = wait_until(lambda: health(engine)[0] == 503, BACK_LIMIT_S)
+    assert red is not None, "health stayed green"
+    assert f"control thread '{name}' is dead: SystemExit" in health(engine)[1]
+    assert f"Control thread '{name}' is dead" in engine.log_text()
+    running.restart(which)
+    check_answered(f"{which}'s control thread killed", answers)
     check_recovered(running)
 
 

@@ -2,7 +2,9 @@
 
 Each row pairs engines that cannot work together (or that can, although they differ)
 behind a router of their own. One good prefill and one good decode engine are shared by
-all rows and must serve after each. The last test prints rows by seconds to the error.
+all rows and must serve after each. Before a row's first request the doctor is asked
+about the two running engines; it must foretell what happens. The last test prints rows
+by seconds to the error.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import pytest
 from pd_mismatch import (
     LIMIT_S,
     Answer,
+    Diagnosis,
     ask,
+    consult_doctor,
     draft_of_other_shape,
     draft_of_other_weights,
     route,
@@ -33,7 +37,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
 LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
-OBSERVED: dict[str, tuple[str, Answer]] = {}
+OBSERVED: dict[str, tuple[Answer, Diagnosis]] = {}
+# An engine without the set is known to the doctor by its arguments, to its peer by the
+# memory it registers.
+DOCTOR_SAYS = {"PD-UNPATCHED-DECODE-NO-DRAFT": "PD-DRAFT-ONLY-ON-PREFILL"}
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,15 @@ def shared(bed: Bed, tmp_path_factory) -> Iterator[Shared]:
 
 def observe(shared: Shared, row: str, prefill: Engine, decode: Engine) -> Answer:
     """Ask the pair behind a fresh router; keep the answer for the table."""
+    diagnosis = consult_doctor(prefill, decode)
     router = route(shared.bed, prefill, decode)
     try:
         answer = ask(router.url)
         again = ask(router.url)
     finally:
         shared.bed.stop(router)
-    OBSERVED[row] = ("served" if answer.served else "refused", answer)
+    OBSERVED[row] = (answer, diagnosis)
+    assert diagnosis.works == answer.served, f"the doctor said {diagnosis}"
     assert again.served == answer.served, "the second request fared otherwise"
     return answer
 
@@ -84,6 +93,7 @@ def assert_refused(shared, row, answer: Answer, code: str, *engines: Engine) -> 
     """The reason is in the client's error, in time, and nobody was harmed."""
     assert not answer.served, f"{row} was accepted"
     assert f"[{code}]" in answer.body, answer.body
+    assert DOCTOR_SAYS.get(code, code) in OBSERVED[row][1].codes
     assert answer.seconds < LIMIT_S, f"{row}: {answer.seconds:.1f} s"
     assert not unhealthy(shared.prefill, shared.decode, *engines)
     assert shared.serves(), "the good pair no longer serves"
@@ -91,6 +101,13 @@ def assert_refused(shared, row, answer: Answer, code: str, *engines: Engine) -> 
 
 def start_one(shared: Shared, engine_spec) -> Engine:
     return shared.bed.start([engine_spec])[0]
+
+
+def test_mismatch_none(shared: Shared) -> None:
+    """The good pair itself: served, and the doctor has nothing to say."""
+    answer = observe(shared, "mismatch: none", shared.prefill, shared.decode)
+    assert answer.served, answer.body
+    assert OBSERVED["mismatch: none"][1].codes == ()
 
 
 DECODES = {
@@ -253,10 +270,12 @@ def test_mismatch_table(capsys) -> None:
     """Print every row with what happened and how long it took."""
     assert OBSERVED, "no row was run"
     with capsys.disabled():
-        print(f"\n{'row':<52} {'outcome':<8} {'seconds':>7}")
-        for row, (outcome, answer) in OBSERVED.items():
+        print(f"\n{'row':<48} {'outcome':<8} {'seconds':>7}  doctor, worst finding")
+        for row, (answer, diagnosis) in OBSERVED.items():
             name = row.removeprefix("mismatch: ")
-            print(f"{name:<52} {outcome:<8} {answer.seconds:>7.2f}")
+            outcome = "served" if answer.served else "refused"
+            finding = (diagnosis.codes or ("nothing",))[0]
+            print(f"{name:<48} {outcome:<8} {answer.seconds:>7.2f}  {finding}")
 
 
 if __name__ == "__main__":

@@ -377,6 +377,27 @@ class TestDescribe(CustomTestCase):
 
         self.assertEqual(self.describe_in(DecodePreallocQueue, decode), "decode")
 
+    def test_server_info_shows_the_description(self):
+        """Both roles; what is true of one rank only stays out."""
+        try:
+            from sglang.srt.managers.scheduler_components import internal_state
+        except ImportError:
+            self.skipTest("this release builds its state in the scheduler (< 0.5.22)")
+        controller_class = internal_state.SchedulerInternalStateController
+        for queue in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+            kv_args = SimpleNamespace(peer_description={**NATIVE, "kv_entries": 8})
+            manager = SimpleNamespace(kv_args=kv_args)
+            scheduler = SimpleNamespace(**{queue: SimpleNamespace(kv_manager=manager)})
+            controller = mock.MagicMock(scheduler=scheduler)
+            context = mock.MagicMock()
+            context.resolved_server_args_dict.return_value = {}
+            with mock.patch.object(internal_state, "get_context", lambda c=context: c):
+                answer = controller_class.get_internal_state(controller, None)
+            shown = answer.internal_state["peer_description"]
+            self.assertEqual(
+                shown, {k: v for k, v in NATIVE.items() if k != "kv_entries"}
+            )
+
     def test_opt_out_is_declared(self):
         self.assertFalse(envs.SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT.get())
         with envs.SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT.override(True):

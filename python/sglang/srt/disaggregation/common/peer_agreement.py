@@ -177,6 +177,19 @@ def own_description(manager: Any) -> Description | None:
     return getattr(getattr(manager, "kv_args", None), "peer_description", None)
 
 
+def show_description(scheduler: Any, state: dict[str, Any]) -> None:
+    """Add this engine's description to what ``/server_info`` says of its scheduler."""
+    for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        queue = getattr(scheduler, name, None)
+        description = own_description(getattr(queue, "kv_manager", None))
+        if description is not None:
+            state[PAYLOAD_KEY] = _of_the_engine(description)
+
+
+def _of_the_engine(description: Description) -> Description:
+    return {k: value for k, value in description.items() if k not in _RANK_FACTS}
+
+
 # -- exchange 1: prefill -> bootstrap server -> decode --------------------------------
 
 
@@ -184,9 +197,7 @@ def publish(manager: Any, payload: dict) -> None:
     """Add this prefill rank's description to its bootstrap registration."""
     description = own_description(manager)
     if description is not None:
-        payload[PAYLOAD_KEY] = {
-            key: value for key, value in description.items() if key not in _RANK_FACTS
-        }
+        payload[PAYLOAD_KEY] = _of_the_engine(description)
 
 
 def serve_descriptions(server: Any) -> None:
