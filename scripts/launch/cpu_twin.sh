@@ -11,9 +11,23 @@
 # Left out, because they have no meaning here: --base-gpu-id (no GPU),
 # --moe-runner-backend and --disable-flashinfer-autotune (no MoE layer, no FlashInfer),
 # --swa-full-tokens-ratio (the tiny target has no sliding window),
-# --mem-fraction-static (the pool is sized in tokens), --cuda-graph-max-bs (no graphs),
-# --reasoning-parser and --tool-call-parser (the tiny model does neither).
+# --mem-fraction-static (the pool is sized in tokens),
+# --cuda-graph-max-bs-decode (no graphs), --reasoning-parser and --tool-call-parser (the
+# tiny model does neither).
+#
+# TP                         ranks per engine (1)
+# PREFILL_PORT, DECODE_PORT  HTTP ports of the engines (30000, 30001)
+# BOOTSTRAP_PORT, PORT       of prefill and of the router (8998, 8000)
+# HICACHE_DIR                folder for KV files (in the log folder)
+# PYTHON, DSPARK_PD_VENV     interpreter and place of the environment it makes
 set -euo pipefail
+
+case " $* " in
+  *" -h "* | *" --help "*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 
 . "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 prepare_environment

@@ -1,7 +1,22 @@
 #!/usr/bin/env bash
 # Decode engine on GPUs 4 to 7, the partner of deepseek_v4_flash_prefill.sh: the same
 # model and DSPARK on both sides, so the draft's KV has somewhere to arrive. No HiCache.
+# Not run in this repository's tests, which have no GPU; they parse its flags.
+#
+#   scripts/launch/deepseek_v4_flash_decode.sh [flags of sglang serve]
+#   ... --base-gpu-id 0      on a host where decode has GPUs 0 to 3
+#
+# MODEL   checkpoint (default: deepseek-ai/DeepSeek-V4-Flash-0731)
+# HOST    address to listen on, one that prefill and router can reach (127.0.0.1)
+# PORT    its HTTP port (30001)
 set -euo pipefail
+
+case " $* " in
+  *" -h "* | *" --help "*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 
 exec sglang serve \
   --model-path "${MODEL:-deepseek-ai/DeepSeek-V4-Flash-0731}" --trust-remote-code \
@@ -11,6 +26,7 @@ exec sglang serve \
   --swa-full-tokens-ratio 0.1 \
   --reasoning-parser deepseek-v4 --tool-call-parser deepseekv4 \
   --speculative-algorithm DSPARK \
-  --chunked-prefill-size 4096 --mem-fraction-static 0.87 --cuda-graph-max-bs 64 \
+  --chunked-prefill-size 4096 --mem-fraction-static 0.87 \
+  --cuda-graph-max-bs-decode 64 \
   --disaggregation-mode decode --disaggregation-transfer-backend nixl \
   "$@"

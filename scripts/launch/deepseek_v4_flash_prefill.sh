@@ -1,12 +1,25 @@
 #!/usr/bin/env bash
 # Prefill engine on GPUs 0 to 3: DeepSeek-V4-Flash with its bundled DSPARK draft, NIXL,
-# HiCache with file storage. Not run in this repository's tests (they have no GPU);
-# cpu_twin.sh runs the same topology with the flags that have a meaning on a CPU.
+# HiCache with file storage. Not run in this repository's tests, which have no GPU;
+# they parse its flags. cpu_twin.sh runs the same topology with the flags that have a
+# meaning on a CPU.
 #
-#   HICACHE_DIR=/fast/disk/hicache scripts/launch/deepseek_v4_flash_prefill.sh [flags]
+#   HICACHE_DIR=/fast/disk/hicache scripts/launch/deepseek_v4_flash_prefill.sh \
+#     [flags of sglang serve]
 #
-# HOST is where it listens: an address that decode and router can reach.
+# HICACHE_DIR      folder for KV files (no default)
+# MODEL            checkpoint (default: deepseek-ai/DeepSeek-V4-Flash-0731)
+# HOST             address to listen on, one that decode and router can reach (127.0.0.1)
+# PORT             its HTTP port (30000)
+# BOOTSTRAP_PORT   its bootstrap port (8998); router.sh needs the same value
 set -euo pipefail
+
+case " $* " in
+  *" -h "* | *" --help "*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 
 export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="${HICACHE_DIR:?set HICACHE_DIR to a folder for KV files}"
 

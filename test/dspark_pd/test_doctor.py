@@ -157,7 +157,7 @@ def test_native_transfer_with_a_bundled_draft_and_hicache(bench: Bench) -> None:
     folder = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR=/d"
     codes = bench.codes(
         command(model, "prefill", T1, T1_CACHE, env=folder),
-        command(model, "decode", T1, "--cuda-graph-max-bs 64"),
+        command(model, "decode", T1, "--cuda-graph-max-bs-decode 64"),
     )
     # Made-up models have no weights to compare.
     assert codes == ["PD-DRAFT-WEIGHTS-UNKNOWN"]

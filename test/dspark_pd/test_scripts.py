@@ -1,0 +1,130 @@
+"""Scripts: --help answers at once, and SGLang accepts the flags of the launch scripts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dspark_pd.bed.serve import _arguments, _specs
+from dspark_pd.bed.specs import to_argv
+
+pytestmark = pytest.mark.unit
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LAUNCH = SCRIPTS / "launch"
+SHELL = sorted(path for path in SCRIPTS.rglob("*.sh") if path.name != "environment.sh")
+PYTHON = sorted(
+    path for path in SCRIPTS.glob("*.py") if path.read_text().startswith("#!")
+)
+# Runs a script where torch and sglang cannot be imported.
+WITHOUT_TORCH = (
+    "import runpy, sys; sys.modules['torch'] = sys.modules['sglang'] = None; "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("script", SHELL, ids=name_of)
+def test_a_shell_script_explains_itself_and_does_nothing(
+    script: Path, tmp_path: Path
+) -> None:
+    venv = tmp_path / "venv"
+    done = subprocess.run(
+        ["bash", str(script), "--help"],
+        env={"PATH": "/usr/bin:/bin", "DSPARK_PD_VENV": str(venv)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"scripts/{script.relative_to(SCRIPTS)}" in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", PYTHON, ids=name_of)
+def test_a_python_script_explains_itself_without_torch(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(script), "--help"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SCRIPTS) + ":" + str(SCRIPTS.parent / "python"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+def arguments_of(script: str, program: str, tmp_path: Path) -> list[str]:
+    """What a launch script gives to `program`, which a stub stands in for."""
+    stub = tmp_path / program
+    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    stub.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(LAUNCH / script), "--log-level", "error"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HICACHE_DIR": "/tmp/hicache"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def engine_parser() -> argparse.ArgumentParser:
+    """SGLang's own parser of server arguments."""
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_sglang_accepts_the_flags_of_the_gpu_recipe(
+    role: str, engine_parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    verb, *flags = arguments_of(f"deepseek_v4_flash_{role}.sh", "sglang", tmp_path)
+    args = engine_parser.parse_args(flags)
+    assert verb == "serve"
+    assert args.disaggregation_mode == role
+    assert args.speculative_algorithm == "DSPARK"
+    assert args.tp_size == 4
+    assert args.log_level == "error"
+    if role == "decode":
+        assert args.cuda_graph_max_bs_decode == 64
+
+
+def test_sglang_accepts_the_flags_of_the_cpu_twin(
+    engine_parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    for spec in _specs(_arguments([]), tmp_path):
+        flags = to_argv(spec.flags(30000, 8998))
+        args = engine_parser.parse_args(flags)
+        assert args.disaggregation_mode == spec.role
+
+
+def test_the_router_accepts_its_flags(tmp_path: Path) -> None:
+    launch_router = pytest.importorskip("sglang_router.launch_router")
+    module, *flags = arguments_of("router.sh", "python3", tmp_path)[1:]
+    args = launch_router.parse_router_args(flags)
+    assert module == "sglang_router.launch_router"
+    assert args.pd_disaggregation
+    assert args.prefill_urls == [("http://127.0.0.1:30000", 8998)]
+    assert args.decode_urls == ["http://127.0.0.1:30001"]
+
+
+def test_every_launch_script_has_its_flags_parsed_here() -> None:
+    gpu = {f"deepseek_v4_flash_{role}.sh" for role in ("prefill", "decode")}
+    found = {path.name for path in LAUNCH.glob("*.sh")}
+    assert found == gpu | {"cpu_twin.sh", "router.sh"}
