@@ -10,6 +10,12 @@
 # Nothing is committed. The page "Bumping a release" in docs_new says what to commit after
 # each step. PYTHON names the interpreter; it needs the dev extra.
 set -eu
+case " $* " in
+*" -h "* | *" --help "*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 cd "$(dirname "$0")/.."
 release=${1:?"usage: $0 X.Y.Z try|add|goldens|drop|verify"}
 step=${2:?"usage: $0 X.Y.Z try|add|goldens|drop|verify"}

@@ -1,8 +1,18 @@
 #!/usr/bin/env bash
 # Everything that is checked without running the product: format, lint, types, the patch
 # set against its repository, generated docs, sizes. Runs all checks, then fails if one
-# did. PYTHON names the interpreter; it needs the dev extra (pip install -e '.[dev]').
+# did.
+#
+#   scripts/check.sh
+#
+# PYTHON names the interpreter; it needs the dev extra (pip install -e '.[dev]').
 set -u
+case " $* " in
+*" -h "* | *" --help "*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH}
