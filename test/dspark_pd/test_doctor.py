@@ -216,6 +216,37 @@ def test_a_tail_shorter_than_the_window(bench: Bench) -> None:
     assert "PD-TAIL-WINDOW-ALLOWED" in bench.codes(prefill, allowed)
 
 
+def test_no_consent_makes_an_automatic_tail_cover_a_full_attention_draft(
+    bench: Bench,
+) -> None:
+    model = bench.model("qwen", QWEN)
+    draft = bench.model("draft", DRAFT)
+    env = (
+        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=-1 "
+        "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT=1"
+    )
+    capture = f"{env} SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
+    path = f"--speculative-draft-model-path {draft}"
+    prefill = command(model, "prefill", path, env=capture)
+    decode = command(model, "decode", dspark(bench), env=env)
+    assert "PD-TAIL-WINDOW" in bench.codes(prefill, decode)
+
+
+def test_a_tail_of_deepseek_v4_covers_its_window(bench: Bench) -> None:
+    model = bench.model("v4", V4)
+    tail = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
+    capture = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
+    for rows, refused in ((-1, False), (128, False), (127, True)):
+        prefill = command(model, "prefill", env=f"{capture} {tail}={rows}")
+        decode = command(
+            model,
+            "decode",
+            "--speculative-algorithm DSPARK --speculative-num-draft-tokens 6",
+            env=f"{tail}={rows}",
+        )
+        assert ("PD-TAIL-WINDOW" in bench.codes(prefill, decode)) is refused
+
+
 def test_rings_of_deepseek_v4(bench: Bench) -> None:
     model = bench.model("v4", V4)
     tail = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=128"

@@ -47,6 +47,16 @@ def with_dspark(description, **changes):
     return {**description, "dspark": {**description["dspark"], **changes}}
 
 
+def consenting(description):
+    return {**description, "allow_partial_context": True}
+
+
+def without_length(description):
+    """A tail of -1 rows, as the doctor knows it from an engine's environment."""
+    kept = {k: v for k, v in description["dspark"].items() if k != "tail_tokens"}
+    return {**description, "dspark": kept}
+
+
 COLD_OK = {**NATIVE, "allow_cold_draft": True}
 V4 = {"attention": "compressed_mla"}
 
@@ -111,8 +121,8 @@ CASES = {
     "PD-TAIL-ROW-BYTES": (TAIL_DECODE, with_dspark(TAIL_PREFILL, row_bytes=768)),
     "PD-TAIL-WINDOW": (with_dspark(TAIL_DECODE, window_need=None), TAIL_PREFILL),
     "PD-TAIL-WINDOW-ALLOWED": (
-        {**with_dspark(TAIL_DECODE, window_need=64), "allow_partial_context": True},
-        TAIL_PREFILL,
+        consenting(with_dspark(TAIL_DECODE, window_need=64)),
+        consenting(TAIL_PREFILL),
     ),
     "PD-TAIL-CP": (TAIL_DECODE, {**TAIL_PREFILL, "cp": 2}),
 }
@@ -157,7 +167,7 @@ class TestRows(CustomTestCase):
             with self.subTest(code):
                 for side, description in (("prefill", prefill), ("decode", decode)):
                     value = look_up(description, rule.about)
-                    shown = "unknown" if value is None else str(value)
+                    shown = rule.absent if value is None else str(value)
                     self.assertIn(f"{side} has {rule.about}={shown}", text)
                 self.assertIn("Consequence: ", text)
                 self.assertIn("Fix: ", text)
@@ -173,6 +183,37 @@ class TestRows(CustomTestCase):
             if rule.severity in (WARN, NOTE):
                 with self.subTest(rule.code):
                     self.assertIsNone(refusal(*CASES[rule.code]))
+
+
+class TestShortTail(CustomTestCase):
+    """Consent counts where the engines look for it, and for a length they can use."""
+
+    def setUp(self):
+        self.decode = with_dspark(TAIL_DECODE, window_need=None)
+
+    def test_consent_of_decode_alone_does_not_start_prefill(self):
+        verdict = refusal(consenting(self.decode), TAIL_PREFILL)
+        self.assertEqual(verdict.code, "PD-TAIL-WINDOW")
+        self.assertIn("not -1", verdict.fix)
+        self.assertIn("on both engines", verdict.fix)
+
+    def test_a_prefill_that_knows_no_draft_needs_no_consent(self):
+        dspark = dict(TAIL_DSPARK)
+        del dspark["window_need"]
+        prefill = {**TAIL_PREFILL, "dspark": dspark}
+        self.assertIsNone(refusal(consenting(self.decode), prefill))
+
+    def test_consent_does_not_help_without_a_number_of_rows(self):
+        pair = [without_length(consenting(d)) for d in (self.decode, TAIL_PREFILL)]
+        verdict = refusal(*pair)
+        self.assertEqual(verdict.code, "PD-TAIL-WINDOW")
+        self.assertIn("prefill has dspark.tail_tokens=-1", verdict.message)
+        self.assertIn("decode has dspark.tail_tokens=-1", verdict.message)
+
+    def test_a_window_resolves_the_length(self):
+        self.assertIsNone(
+            refusal(without_length(TAIL_DECODE), without_length(TAIL_PREFILL))
+        )
 
 
 class TestAuxLayout(CustomTestCase):

@@ -22,11 +22,13 @@ from sglang.srt.disaggregation.common import peer_agreement
 from sglang.srt.disaggregation.common.draft_fingerprint import checkpoint_fingerprint
 from sglang.srt.disaggregation.common.peer_agreement_rules import refusal
 from sglang.srt.disaggregation.common.peer_description import (
+    DEEPSEEK_V4_WINDOW,
     describe,
     kv_heads,
     parallel_sizes,
     read_config,
     ring_sizes,
+    window_need,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -129,6 +131,24 @@ class TestDescription(CustomTestCase):
         described = describe_role("decode", draft=None, target=bundled)
         self.assertIn("target_layers=[1, 2]", described["draft"])
         self.assertEqual(described["attention"], "compressed_mla")
+
+    def test_rows_that_a_draft_needs(self):
+        types = ["sliding_attention"] * 2
+        sliding = {**DRAFT, "layer_types": types, "sliding_window": 32}
+        mixed = {**sliding, "layer_types": [*types, "full_attention"]}
+        for config, rows in (
+            (DRAFT, None),
+            (sliding, 31),
+            (mixed, None),
+            (V4, 128),
+            ({**V4, "sliding_window": 64}, 64),
+        ):
+            self.assertEqual(window_need(config), rows)
+
+    def test_the_default_window_of_deepseek_v4_is_upstreams(self):
+        from sglang.srt.configs.deepseek_v4 import DeepSeekV4Config
+
+        self.assertEqual(DeepSeekV4Config.window_size, DEEPSEEK_V4_WINDOW)
 
     def test_rings_of_deepseek_v4(self):
         """Rows by ratio: 8 or 16 for ratio 4; a power of two above the block for 2."""

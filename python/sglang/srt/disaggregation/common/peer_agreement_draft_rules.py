@@ -57,6 +57,9 @@ _THREE_WAYS_OUT = (
     f"or capture the prompt's tail on prefill with {CAPTURE}=1 (and {TAIL_TOKENS} on "
     f"both engines), or accept a cold draft with {ALLOW_COLD_DRAFT}=1 on decode"
 )
+# A running engine says a number; one that is judged by its environment may have left
+# it to the draft's window.
+_AUTOMATIC = "-1"
 _SAME_FLAG = "start both engines with the same value"
 
 
@@ -219,18 +222,20 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-TAIL-WINDOW",
         REFUSE,
         "dspark.tail_tokens",
-        lambda p: p.short_tail and not p.decode.get("allow_partial_context"),
+        lambda p: p.short_tail and not p.short_tail_allowed,
         "the tail is shorter than the context the draft reads",
         "output stays correct, accept length falls on prompts longer than the tail",
         f"raise {TAIL_TOKENS} on both engines (-1 = what the draft's window needs), run "
         "DSPARK on prefill (the only exact way for a full-attention draft), or accept "
-        f"it with {ALLOW_PARTIAL_CONTEXT}=1 on decode",
+        f"it with {ALLOW_PARTIAL_CONTEXT}=1 and a number of rows (not -1) in "
+        f"{TAIL_TOKENS}, both on both engines",
+        absent=_AUTOMATIC,
     ),
     Rule(
         "PD-TAIL-WINDOW-ALLOWED",
         WARN,
         "dspark.tail_tokens",
-        lambda p: p.short_tail and bool(p.decode.get("allow_partial_context")),
+        lambda p: p.short_tail and p.short_tail_allowed,
         f"the tail is shorter than the draft's context ({ALLOW_PARTIAL_CONTEXT}=1)",
         "output stays correct, accept length falls on prompts longer than the tail",
         f"raise {TAIL_TOKENS} on both engines",

@@ -128,13 +128,27 @@ class Pair:
         # No window: the draft attends to the whole prompt.
         return need is None or (have is not None and have < need)
 
+    @property
+    def short_tail_allowed(self) -> bool:
+        """Both engines consent to a short tail, of a length that they can start with.
+
+        A length that is not known is -1, which only a window can resolve. A prefill
+        that knows no draft has nothing to consent to.
+        """
+        if look_up(self.prefill, "dspark.tail_tokens") is None:
+            return False
+        knows_draft = "window_need" in (self.prefill.get("dspark") or {})
+        engines = (self.decode, self.prefill) if knows_draft else (self.decode,)
+        return all(engine.get("allow_partial_context") for engine in engines)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """One row of the table.
 
     `about` is the dotted path whose two values the message shows; `says` is the
-    statement, `leads_to` its consequence, `fix` what to change.
+    statement, `leads_to` its consequence, `fix` what to change. `absent` is what the
+    message shows for a value that is not there.
     """
 
     code: str
@@ -144,14 +158,17 @@ class Rule:
     says: str
     leads_to: str
     fix: str
+    absent: str = "unknown"
 
     def verdict(self, pair: Pair) -> Verdict:
-        prefill, decode = pair.both(self.about)
+        prefill, decode = (
+            self.absent if value is None else value for value in pair.both(self.about)
+        )
         return Verdict(
             self.code,
             self.severity,
-            f"{self.says}: prefill has {self.about}={_shown(prefill)}, "
-            f"decode has {self.about}={_shown(decode)}",
+            f"{self.says}: prefill has {self.about}={prefill}, "
+            f"decode has {self.about}={decode}",
             self.leads_to,
             self.fix,
         )
@@ -174,10 +191,6 @@ class Verdict:
             f"[{self.code}] {self.message}. Consequence: {self.consequence}. "
             f"Fix: {self.fix}."
         )
-
-
-def _shown(value: Any) -> str:
-    return "unknown" if value is None else str(value)
 
 
 def differs(path: str, *, when: str = "described") -> Callable[[Pair], bool]:

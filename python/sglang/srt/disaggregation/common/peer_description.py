@@ -31,6 +31,7 @@ from .peer_agreement_table import (
 )
 
 DEFAULT_TAIL_TOKENS = 8
+DEEPSEEK_V4_WINDOW = 128  # of a config that names none
 _TRUE = frozenset({"1", "true", "yes", "y"})
 _BUNDLED_DRAFT_FIELDS = ("dspark_block_size", "dspark_target_layer_ids")
 # What gives a draft its meaning; two drafts that agree here can read each other's KV.
@@ -170,8 +171,8 @@ def describe_tail(
 ) -> dict[str, Any]:
     """What flags and environment say of a tail; the running engine knows more.
 
-    `window_need` is the number of rows that decode's draft reads before its block:
-    None for a draft that attends to everything, absent when its config is unknown.
+    `window_need` is the number of rows that the draft reads before its block: None
+    for a draft that attends to everything, absent when its config is unknown.
     """
     dspark: dict[str, Any] = {"mode": "tail"}
     tokens = int(environ.get(TAIL_TOKENS) or DEFAULT_TAIL_TOKENS)
@@ -184,14 +185,16 @@ def describe_tail(
         ids = ids or draft_config.get("dspark_target_layer_ids")
         if ids and "layer_ids" not in dspark:
             dspark["layer_ids"] = sorted(ids)
-        if role == "decode":
-            dspark["window_need"] = window_need(draft_config)
+        dspark["window_need"] = window_need(draft_config)
     return dspark
 
 
 def window_need(config: Mapping[str, Any]) -> int | None:
     """Rows before the block that an all-sliding draft reads; None for full attention."""
     text = _text_config(config)
+    if attention_kind(config) == "compressed_mla":
+        rows = text.get("sliding_window") or text.get("window_size")
+        return int(rows or DEEPSEEK_V4_WINDOW)
     types, window = text.get("layer_types"), text.get("sliding_window")
     if types and window and set(types) == {"sliding_attention"}:
         return int(window) - 1
