@@ -35,7 +35,7 @@ check "types" "$python" -m mypy
 check "patch set" "$python" -m dspark_pd list --check -v
 check "generated docs" "$python" scripts/generate_docs.py --check
 check "sizes" "$python" scripts/size_limits.py -v
-for script in scripts/*.sh; do
+for script in scripts/*.sh scripts/launch/*.sh; do
     check "syntax of $script" bash -n "$script"
 done
 
