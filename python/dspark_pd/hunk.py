@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dspark_pd.astgrep import as_document
 from dspark_pd.errors import Problem, Refused
 from dspark_pd.hunk_fields import misfits
+from dspark_pd.ranges import ReleaseRange
 from dspark_pd.yaml_documents import Document, load_documents
 
 HUNK_SUFFIX: Final = ".hunks.yml"
@@ -78,8 +78,8 @@ class Hunk:
         return kind, str(argument)
 
     @cached_property
-    def releases(self) -> SpecifierSet:
-        return SpecifierSet(str(self.metadata["releases"]))
+    def releases(self) -> ReleaseRange:
+        return ReleaseRange(str(self.metadata["releases"]))
 
     def serves(self, release: Version) -> bool:
         return self.releases.contains(release, prereleases=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dspark_pd.errors import refuse
 from dspark_pd.hunk_fields import COMPONENTS
+from dspark_pd.ranges import ReleaseRange
 from dspark_pd.yaml_documents import load_documents
 
 MODULES_FILE: Final = "overlay.yml"
@@ -31,7 +31,7 @@ class Module:
 
     path: str
     component: str
-    releases: SpecifierSet
+    releases: ReleaseRange
     what: str
     reached_by: str | None = None
 
@@ -77,7 +77,7 @@ def _module(item: dict[str, Any]) -> Module:
     return Module(
         path=item["path"],
         component=item["component"],
-        releases=SpecifierSet(item["releases"]),
+        releases=ReleaseRange(item["releases"]),
         what=item["what"],
         reached_by=item.get("reached_by"),
     )

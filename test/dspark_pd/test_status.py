@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
+from dspark_pd.ranges import ReleaseRange
 from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
@@ -125,6 +126,11 @@ def test_list_tells_why_a_hunk_exists(run: Run) -> None:
     for part in ("why", "upstream", "drop when", "proved by", "releases"):
         assert part in outcome.out
     assert "relay.keep-input@1.0.0" in outcome.out
+
+
+def test_ranges_start_with_their_lower_bound() -> None:
+    for text in (">=0.5.16,<0.5.24", "<0.5.24,>=0.5.16"):
+        assert str(ReleaseRange(text)) == ">=0.5.16,<0.5.24"
 
 
 def test_list_counts_identities_not_variants(run: Run) -> None:
