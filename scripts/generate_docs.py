@@ -127,9 +127,29 @@ def drop_table(groups: list[tuple[Hunk, ...]]) -> str:
     rows = []
     for variants in groups:
         kind, argument = variants[0].drop_when
-        anchor = f"[`{variants[0].identity}`](#{anchor_of(variants[0])})"
-        rows.append((anchor, releases_of(variants), prose(f"{kind}: {argument}")))
+        reason = prose(f"{kind}: {argument}")
+        rows.append((link_to(variants[0]), releases_of(variants), reason))
     return table(("hunk", "releases", "drop when"), rows)
+
+
+def file_table() -> str:
+    """Return one row per upstream file and component: what the set does to it."""
+    groups: dict[tuple[str, str], list[tuple[Hunk, ...]]] = {}
+    for variants in load_patch_set().identities.values():
+        key = variants[0].target, variants[0].component
+        groups.setdefault(key, []).append(variants)
+    rows: list[tuple[object, ...]] = []
+    for (target, component), hunks in sorted(groups.items()):
+        links = ", ".join(link_to(variants[0]) for variants in hunks)
+        ranges = dict.fromkeys(
+            code(variant.releases) for variants in hunks for variant in variants
+        )
+        rows.append((code(target), links, code(component), ", ".join(sorted(ranges))))
+    return table(("file", "hunks", "component", "releases"), rows)
+
+
+def link_to(hunk: Hunk) -> str:
+    return f"[`{hunk.identity}`](#{anchor_of(hunk)})"
 
 
 def anchor_of(hunk: Hunk) -> str:
@@ -138,7 +158,7 @@ def anchor_of(hunk: Hunk) -> str:
 
 
 def releases_of(variants: tuple[Hunk, ...]) -> str:
-    return ", ".join(code(variant.metadata["releases"]) for variant in variants)
+    return ", ".join(code(variant.releases) for variant in variants)
 
 
 def describe(variants: tuple[Hunk, ...]) -> str:
@@ -231,6 +251,7 @@ def envelope_table() -> str:
 
 PARTS_BY_NAME: dict[str, Callable[[], str]] = {
     "counts": hunk_counts,
+    "files": file_table,
     "register": hunk_register,
     "modules": module_table,
     "exit codes": exit_code_table,
@@ -247,7 +268,7 @@ PAGES = {
         "runtime codes",
         "doctor rows",
     ),
-    "advanced_features/dspark_pd_hunks.mdx": ("counts", "register", "modules"),
+    "advanced_features/dspark_pd_hunks.mdx": ("counts", "files", "register", "modules"),
     "developer_guide/dspark_pd_tool.mdx": (
         "options",
         "exit codes",
