@@ -1,0 +1,69 @@
+"""Documentation: every link has its page and heading, every page is in the navigation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCS = REPOSITORY / "docs_new"
+PAGES = sorted(DOCS.rglob("*.mdx"))
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def slug(heading: str) -> str:
+    """The id that a heading gets: lower case, no punctuation, hyphens for spaces."""
+    kept = re.sub(r"[^\w\s-]", "", heading.lower())
+    return re.sub(r"\s", "-", kept.strip())
+
+
+def headings(page: Path) -> set[str]:
+    text = CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+    return {slug(found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def links(page: Path) -> Iterator[tuple[str, Path, str]]:
+    """(link, page it names, heading it names or "") of each link inside the repository."""
+    text = CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for link in LINK.findall(text):
+        name, _, heading = link.partition("#")
+        if not name:
+            target = page
+        elif name.startswith("/"):
+            target = DOCS / f"{name[1:]}.mdx"
+        else:
+            target = page.parent / name
+        yield link, target, heading
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *REPOSITORY.glob("*.md")], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, target, heading in links(page):
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = json.loads((DOCS / "docs.json").read_text())["navigation"]
+    listed = [page for group in navigation["groups"] for page in group["pages"]]
+    found = [str(page.relative_to(DOCS).with_suffix("")) for page in PAGES]
+    assert sorted(listed) == sorted(found)
+
+
+def test_every_script_is_on_the_page_for_contributors() -> None:
+    page = DOCS / "docs/developer_guide/dspark_pd_working.mdx"
+    text = page.read_text(encoding="utf-8")
+    scripts = [*(REPOSITORY / "scripts").glob("*.sh")]
+    scripts += (REPOSITORY / "scripts").glob("*.py")
+    started = [path for path in scripts if path.read_text().startswith("#!")]
+    for script in started:
+        assert f"`{script.name}`" in text, script.name
