@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prefill engine on GPUs 0 to 3: DeepSeek-V4-Flash with its bundled DSPARK draft, NIXL,
+# Prefill engine on GPUs 0 to 3: DeepSeek-V4-Flash with its bundled DSpark draft, NIXL,
 # HiCache with file storage. Not run in this repository's tests, which have no GPU;
 # they parse its flags. cpu_twin.sh runs the same topology with the flags that have a
 # meaning on a CPU.
