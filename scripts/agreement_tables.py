@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from dspark_pd.doctor_agreement import load
 from dspark_pd.doctor_checks import CHECKS
+from dspark_pd.doctor_remarks import REMARKS
 
 Table = Callable[[tuple[str, ...], list[tuple[object, ...]]], str]
 Prose = Callable[[str], str]
@@ -49,16 +51,19 @@ def runtime_codes(table: Table, prose: Prose) -> str:
 
 
 def doctor_rows(table: Table, prose: Prose) -> str:
-    """What the doctor checks besides the engines' own rows."""
+    """What the doctor says besides the engines' own rows, reading included."""
     words = {"refuse": "will not work", "warn": "look at this", "note": "good to know"}
     rows: list[tuple[object, ...]] = [
         (
-            f"`{check.code}`",
-            words[check.severity],
-            prose(check.message),
-            prose(check.consequence),
-            prose(check.fix),
+            f"`{row.code}`",
+            words[row.severity],
+            *(prose(_named(text)) for text in (row.message, row.consequence, row.fix)),
         )
-        for check in CHECKS
+        for row in (*REMARKS.values(), *CHECKS)
     ]
     return table(("code", "finding", "says", "leads to", "fix"), rows)
+
+
+def _named(text: str) -> str:
+    """Show the fields of a sentence as words."""
+    return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text)

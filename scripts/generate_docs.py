@@ -32,6 +32,7 @@ from dspark_pd.result import Result  # noqa: E402
 
 DOCS = ROOT / "docs_new" / "docs"
 OWN_PARSERS = ("demo", "doctor", "export")
+OWN_OPTIONS = ("export", "doctor")
 BEGIN = "{{/* generated: {name} */}}"
 END = "{/* end of generated part */}"
 
@@ -215,8 +216,8 @@ def option_reference() -> str:
     for verb, sub in verbs.items():
         if verb not in OWN_PARSERS:
             parts.append(f"### {verb}\n\n```\n{help_text(sub)}\n```")
-    export = dict(_verbs("export"))["export"]
-    parts.append(f"### export\n\n```\n{help_text(export)}\n```")
+    for verb in OWN_OPTIONS:
+        parts.append(f"### {verb}\n\n```\n{help_text(dict(_verbs(verb))[verb])}\n```")
     return "\n\n".join(parts)
 
 
@@ -228,7 +229,8 @@ def _verbs(asked: str) -> list[tuple[str, argparse.ArgumentParser]]:
 
 
 def help_text(parser: argparse.ArgumentParser) -> str:
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
+    kind = parser.formatter_class
+    parser.formatter_class = lambda prog: kind(prog, width=88)
     return parser.format_help().strip()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -28,16 +29,22 @@ _VERBS: Final = {
 }
 _MODULES: Final = {"list": "listing"}
 _OWN_OPTIONS: Final = ("export", "doctor")
+_GO_ON: Final = "dspark-pd apply or revert"
 _PLANNING: Final = ("status", "diff", "apply", "revert")
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are coded like all others."""
 
+    asked: str | None = None
+    """The verb on the command line, if it is one."""
+
     def error(self, message: str) -> NoReturn:
         from dspark_pd.errors import refuse
 
-        refuse("U001", message=message, verb=self.prog.partition(" ")[2])
+        # An unknown option is found by the parser of all verbs.
+        asked = [self.asked] if self.asked and " " not in self.prog else []
+        refuse("U001", message=message, command=" ".join([self.prog, *asked]))
 
 
 def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
@@ -54,6 +61,7 @@ def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.asked = asked if asked in _VERBS else None
     version = f"%(prog)s {dspark_pd.__version__}"
     parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -74,9 +82,11 @@ def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
     if verb in _PLANNING:
         _add_target(parser)
     if verb in (*_PLANNING, "list", "export"):
-        _add_component(parser)
+        _add_component(parser, "all" if verb == "list" else "all but cpu")
     if verb in ("status", "diff", "apply", "export"):
-        text = "treat the target as this release, where none can be read"
+        text = (
+            "treat the target as this release: none can be read, or it is a newer one"
+        )
         parser.add_argument(
             "--assume-version", metavar="X.Y.Z", type=_release, help=text
         )
@@ -87,7 +97,8 @@ def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
         text = "restore originals over edited files, keeping each edit as FILE.edited"
         parser.add_argument("--discard-edits", action="store_true", help=text)
     elif verb == "list":
-        parser.add_argument("id", nargs="?", metavar="ID", help="one hunk, in full")
+        text = "one hunk, in full, or the hunks of one upstream file"
+        parser.add_argument("id", nargs="?", metavar="ID|FILE", help=text)
         text = "every error message, with made-up values"
         parser.add_argument("--errors", action="store_true", help=text)
         text = "check the set itself (needs a clone of the repository)"
@@ -111,10 +122,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="PATH", help=text)
 
 
-def _add_component(parser: argparse.ArgumentParser) -> None:
+def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
     from dspark_pd.hunk_fields import COMPONENTS
 
-    text = "a part of the set (repeatable; default: all but cpu)"
+    text = f"a part of the set (repeatable; default: {default})"
     names = [*COMPONENTS, "all"]
     parser.add_argument("--component", action="append", choices=names, help=text)
 
@@ -137,31 +148,51 @@ def _module_of(verb: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["demo"]:
-        # The bed parses its own options: they are an engine launcher's, not a tool's.
-        demo = importlib.import_module("dspark_pd.bed.demo")
-        return int(demo.main(given[1:]))
-    return _run(given)
-
-
-def _run(given: list[str]) -> int:
-    from dspark_pd.errors import Refused, from_os_error
-
-    options = argparse.Namespace(verb=None, json="--json" in given, quiet=False)
+    verb = given[0] if given and given[0] in _VERBS else None
+    loud = bool({"-v", "--verbose"} & set(given))
+    in_json = "--json" in given and verb != "demo"
+    options = argparse.Namespace(
+        verb=verb, json=in_json, quiet=False, verbose=loud, target=None
+    )
     try:
-        options = build_parser(given[0] if given else None).parse_args(given)
-        result = _module_of(options.verb).run(options)
-    except Refused as refused:
-        result = _refusal(refused.problems)
-    except OSError as error:
-        result = _refusal([from_os_error(error)])
+        if verb == "demo":
+            # The bed parses its own options: they are an engine launcher's.
+            demo = importlib.import_module("dspark_pd.bed.demo")
+            return int(demo.main(given[1:]))
+        options, result = _run(given, options)
+    except Exception as error:
+        # The last resort: no traceback, and no exit code that means something else.
+        result = _fault(error, loud)
     except KeyboardInterrupt:
-        print(
-            "interrupted; dspark-pd apply or revert goes on from here", file=sys.stderr
-        )
+        from dspark_pd.errors import on_target
+
+        text = on_target(f"{_GO_ON} goes on from here", options.target)
+        print(f"interrupted; {text}", file=sys.stderr)
         return 130
+    result.problems = [problem.on(options.target) for problem in result.problems]
     _print(options, result)
     return int(result.exit_code)
+
+
+def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
+    """Run a verb; return its options, as far as they could be parsed, and its result."""
+    from dspark_pd.errors import Refused, from_os_error
+
+    try:
+        build_parser(given[0] if given else None).parse_args(given, options)
+        return options, _module_of(options.verb).run(options)
+    except Refused as refused:
+        return options, _refusal(refused.problems)
+    except OSError as error:
+        return options, _refusal([from_os_error(error)])
+
+
+def _fault(error: Exception, loud: bool) -> Any:
+    from dspark_pd.errors import from_fault
+
+    if loud:
+        traceback.print_exception(error)
+    return _refusal([from_fault(error)])
 
 
 def _refusal(problems: list[Any]) -> Any:
@@ -177,7 +208,7 @@ def _print(options: argparse.Namespace, result: Any) -> None:
         if options.json:
             output.as_json(options.verb, result, sys.stdout)
         else:
-            output.as_text(result, options.quiet, getattr(options, "verbose", False))
+            output.as_text(result, options.quiet, options.verbose)
     except BrokenPipeError:
         # The reader, such as head, has seen enough.
         sys.stderr.close()

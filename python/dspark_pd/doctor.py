@@ -10,34 +10,65 @@ changed and nothing but ``GET`` is sent. Exit 1 when the pair would not work.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import textwrap
 
 from dspark_pd import exit_codes
 from dspark_pd.doctor_agreement import REFUSE, Finding, agreement_findings
 from dspark_pd.doctor_checks import engine_findings
 from dspark_pd.doctor_inputs import Engine, read_engine
+from dspark_pd.errors import refuse
 from dspark_pd.result import Result
 
 _WIDTH = 88
+_MAX_TIMEOUT_S = 3600
 _SEVERITY_ORDER = ("refuse", "warn", "note")
 _WORDS = {"refuse": "will not work", "warn": "look at this", "note": "good to know"}
 
 
+_EPILOG = """\
+a FILE is one of
+  a start script or a command line, with the assignments and exports before it
+  a systemd unit (Environment= and ExecStart= lines)
+  flags alone
+  JSON: server arguments by field name, or {"server_args": {}, "environ": {},
+  "version": "0.5.23"}
+Scripts are read, not run: ${NAME:-default} and variables that the file or the doctor's
+own environment sets are expanded, "$@" counts as empty. What cannot be read, such as
+--config, is named (DOC-ARGS), and nothing is refused for it.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    text = (
-        "URL of the running engine, or a file with its arguments (command line or JSON)"
-    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    text = "URL of the running engine, or a file with its arguments"
     parser.add_argument("--prefill", required=True, metavar="URL|FILE", help=text)
     parser.add_argument("--decode", required=True, metavar="URL|FILE", help=text)
     text = "seconds to wait for an engine's answer (default: 5)"
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help=text)
+    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help=text)
+    text = "variable that holds the API key of the engines"
+    parser.add_argument("--api-key-env", metavar="NAME", help=text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
+        wanted = f"a number of seconds above 0, at most {_MAX_TIMEOUT_S}"
+        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
+    return seconds
 
 
 def run(options: argparse.Namespace) -> Result:
     """Compare the two engines named in `options`."""
-    prefill = read_engine("prefill", options.prefill, options.timeout)
-    decode = read_engine("decode", options.decode, options.timeout)
+    key = _api_key(options.api_key_env)
+    prefill = read_engine("prefill", options.prefill, options.timeout, key)
+    decode = read_engine("decode", options.decode, options.timeout, key)
     findings = diagnose(prefill, decode)
     refused = any(finding.severity == REFUSE for finding in findings)
     return Result(
@@ -51,6 +82,17 @@ def run(options: argparse.Namespace) -> Result:
         lines=render(prefill, decode, findings),
         details=_details(prefill, decode),
     )
+
+
+def _api_key(name: str | None) -> str | None:
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key or not key.isprintable() or not key.isascii():
+        what = "holds no key" if key else "is not set"
+        message = f"argument --api-key-env: the variable {name} {what}"
+        refuse("U001", message=message, command="dspark-pd doctor")
+    return key
 
 
 def diagnose(prefill: Engine, decode: Engine) -> list[Finding]:

@@ -23,6 +23,7 @@ NOTE = "note"
 
 _PACKAGE = "dspark_pd_agreement"
 _FOLDER = "srt/disaggregation/common"
+_SWITCHES = ("allow_cold_draft", "allow_partial_context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +56,45 @@ def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
     An engine that describes itself sees whether the other one does. What it cannot see
     is compared here all the same, and so are two engines of which neither does.
     """
-    decide = load("peer_agreement_rules").decide
-    verdicts = decide(decode.description, prefill.description)
-    if decode.unpatched != prefill.unpatched:
-        sides = (_as_seen(engine) for engine in (decode, prefill))
-        verdicts = [*decide(*sides), *verdicts]
+    try:
+        verdicts = _decide(prefill, decode)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return [_malformed(error)]
     found = {verdict.code: verdict for verdict in reversed(verdicts)}
     return [
         Finding(v.code, v.severity, v.message, v.consequence, v.fix)
         for v in reversed(found.values())
     ]
+
+
+def _decide(prefill: Engine, decode: Engine) -> list[Any]:
+    rules = load("peer_agreement_rules")
+    decide = rules.decide
+    verdicts = list(decide(decode.description, prefill.description))
+    if decode.unpatched != prefill.unpatched:
+        sides = (_as_seen(engine) for engine in (decode, prefill))
+        verdicts = [*decide(*sides), *verdicts]
+    unknown = prefill.unknown | decode.unknown
+    about = {row.code: row.about for row in rules.ENGINE_RULES + rules.DRAFT_RULES}
+    verdicts = [v for v in verdicts if about[v.code].partition(".")[0] not in unknown]
+    for switch in _SWITCHES:
+        if switch in decode.unknown:
+            # With the switch on it would not be refused, and nobody knows.
+            other = decide({**decode.description, switch: True}, prefill.description)
+            codes = {verdict.code for verdict in other}
+            verdicts = [v for v in verdicts if v.severity != REFUSE or v.code in codes]
+    return verdicts
+
+
+def _malformed(error: Exception) -> Finding:
+    (row,) = (
+        code
+        for code in load("peer_agreement_codes").RUNTIME_CODES
+        if code.code == "PD-MALFORMED"
+    )
+    detail = f"{type(error).__name__}: {error}"
+    leads_to = "the engines would refuse each other"
+    return Finding(row.code, REFUSE, f"{row.meaning}: {detail}", leads_to, row.fix)
 
 
 def _as_seen(engine: Engine) -> dict[str, Any]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark_pd.doctor_agreement import NOTE, REFUSE, WARN, Finding
-from dspark_pd.doctor_inputs import Engine
+from dspark_pd.doctor_fields import HICACHE_FOLDER, LAYER_IDS
+from dspark_pd.doctor_inputs import Engine, Unread
+from dspark_pd.doctor_releases import released, served_by, serves
 
-CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"
-LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
-HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 # Target architectures whose pipeline stages hand captured rows on.
 STAGED_CAPTURE = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "LlamaForCausalLM",
+    "DeepseekV4ForCausalLM",
     "KimiLinearForCausalLM",
     "KimiK3ForConditionalGeneration",
 )
@@ -40,34 +40,28 @@ class Check:
 
 
 def _drafts(engine: Engine) -> bool:
-    return engine.args.get("speculative_algorithm") == "DSPARK"
-
-
-def _mode(engine: Engine) -> str:
-    return str(engine.description.get("mode", "none"))
+    return bool(engine.arg("speculative_algorithm") == "DSPARK")
 
 
 def _role_is(engine: Engine, role: str) -> bool:
-    return engine.args.get("disaggregation_mode") in (role, None)
+    return engine.arg("disaggregation_mode") in (role, None)
 
 
 def _differ(name: str) -> Callable[[Engine, Engine], bool]:
     def check(prefill: Engine, decode: Engine) -> bool:
-        values = (prefill.args.get(name), decode.args.get(name))
-        return values[0] != values[1]
+        values = (prefill.arg(name), decode.arg(name))
+        return bool(values[0] != values[1])
 
     return check
 
 
 def _both_known_and_differ(name: str) -> Callable[[Engine, Engine], bool]:
     differ = _differ(name)
-    return lambda p, d: (
-        None not in (p.args.get(name), d.args.get(name)) and differ(p, d)
-    )
+    return lambda p, d: None not in (p.arg(name), d.arg(name)) and differ(p, d)
 
 
 def _stages(engine: Engine) -> int:
-    return int(engine.args.get("pp_size") or 1)
+    return int(engine.arg("pp_size") or 1)
 
 
 def _architecture(engine: Engine) -> str | None:
@@ -78,7 +72,7 @@ def _architecture(engine: Engine) -> str | None:
 def _lacks_layer_ids(prefill: Engine, _: Engine) -> bool:
     config = prefill.target_config or {}
     return (
-        _mode(prefill) == "tail"
+        prefill.mode == "tail"
         # A running one has found them.
         and prefill.environ is not None
         and not prefill.env(LAYER_IDS)
@@ -90,13 +84,18 @@ def _lacks_layer_ids(prefill: Engine, _: Engine) -> bool:
 
 def _stages_cannot_capture(prefill: Engine, _: Engine) -> bool:
     name = _architecture(prefill)
-    drafts = _mode(prefill) in ("native", "tail")
+    drafts = prefill.mode in ("native", "tail")
     return _stages(prefill) > 1 and drafts and name not in (None, *STAGED_CAPTURE)
+
+
+def _no_handoff_for(engine: Engine) -> bool:
+    release = released(engine.release)
+    return release is not None and not serves("handoff", release)
 
 
 def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
     return (
-        prefill.args.get("hicache_storage_backend") == "file"
+        prefill.arg("hicache_storage_backend") == "file"
         and prefill.environ is not None
         and not prefill.env(HICACHE_FOLDER)
     )
@@ -147,6 +146,15 @@ CHECKS: tuple[Check, ...] = (
         "give both the same --dtype",
     ),
     Check(
+        "DOC-TAIL-RELEASE",
+        REFUSE,
+        lambda p, d: p.mode == "tail" and (_no_handoff_for(p) or _no_handoff_for(d)),
+        "prefill is to capture a tail, but an engine's release cannot hand one over",
+        "the variables of the tail are ignored there and the draft starts cold",
+        f"run SGLang {served_by('handoff')} with the component handoff on both, or run "
+        "DSPARK on prefill",
+    ),
+    Check(
         "DOC-DECODE-STAGES",
         REFUSE,
         lambda p, d: _drafts(d) and _stages(d) > 1,
@@ -187,7 +195,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-CP-CAPTURE",
         REFUSE,
-        lambda p, d: _mode(p) == "tail" and int(p.args.get("attn_cp_size") or 1) > 1,
+        lambda p, d: p.mode == "tail" and int(p.arg("attn_cp_size") or 1) > 1,
         "prefill captures hidden rows under context parallelism",
         "rows are spread over ranks; prefill refuses to start",
         "run prefill without context parallelism",
@@ -195,7 +203,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-DECODE-HICACHE",
         REFUSE,
-        lambda p, d: _mode(p) == "tail" and d.has("enable_hierarchical_cache"),
+        lambda p, d: p.mode == "tail" and d.has("enable_hierarchical_cache"),
         "decode has a hierarchical cache and takes a tail",
         "a prefix restored from host memory has no draft KV",
         "disable --enable-hierarchical-cache on decode, or run DSPARK on prefill",
@@ -212,7 +220,7 @@ CHECKS: tuple[Check, ...] = (
         "DOC-DECODE-RADIX",
         WARN,
         lambda p, d: (
-            _mode(p) == "tail" and d.has("disaggregation_decode_enable_radix_cache")
+            p.mode == "tail" and d.has("disaggregation_decode_enable_radix_cache")
         ),
         "decode reuses prefixes and takes a tail",
         "a reused prefix keeps the draft KV of its first owner, which is its tail only; "
@@ -223,7 +231,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-TAIL-RADIX",
         NOTE,
-        lambda p, d: _mode(p) == "tail" and not p.has("disable_radix_cache"),
+        lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
         "prefill reuses prefixes and captures a tail",
         "matches end before the tail, so each hit recomputes that many tokens",
         "nothing to do",
@@ -231,7 +239,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-TAIL-TBO",
         REFUSE,
-        lambda p, d: _mode(p) == "tail" and p.has("enable_two_batch_overlap"),
+        lambda p, d: p.mode == "tail" and p.has("enable_two_batch_overlap"),
         "prefill captures hidden rows with two-batch overlap",
         "the rows of the two halves cannot be told apart; prefill refuses to start",
         "disable --enable-two-batch-overlap on prefill",
@@ -248,8 +256,8 @@ CHECKS: tuple[Check, ...] = (
         "DOC-HICACHE-LAYOUT",
         REFUSE,
         lambda p, d: (
-            p.args.get("hicache_mem_layout") == "page_first_direct"
-            and p.args.get("hicache_io_backend") not in (None, "direct")
+            p.arg("hicache_mem_layout") == "page_first_direct"
+            and p.arg("hicache_io_backend") not in (None, "direct")
         ),
         "prefill's hierarchical cache has a layout its I/O backend cannot copy",
         "prefill fails at start or falls back to another layout",
@@ -262,7 +270,7 @@ CHECKS: tuple[Check, ...] = (
             p.has("enable_hierarchical_cache")
             and _drafts(d)
             and not _drafts(p)
-            and _mode(p) == "none"
+            and p.mode == "none"
         ),
         "prefill caches target KV only",
         "prefixes stored now have no draft KV, also after DSPARK is enabled on prefill",
@@ -276,5 +284,12 @@ def engine_findings(prefill: Engine, decode: Engine) -> list[Finding]:
     return [
         Finding(row.code, row.severity, row.message, row.consequence, row.fix)
         for row in CHECKS
-        if row.applies(prefill, decode)
+        if _applies(row, prefill, decode)
     ]
+
+
+def _applies(row: Check, prefill: Engine, decode: Engine) -> bool:
+    try:
+        return bool(row.applies(prefill, decode))
+    except Unread:
+        return False

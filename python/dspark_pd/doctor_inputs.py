@@ -1,37 +1,39 @@
-"""One engine as the doctor knows it, and reading it from a file of arguments.
+"""One engine as the doctor knows it: read from a file or from a running server.
 
-A file is either JSON (server arguments by field name, as ``/server_info`` gives them)
-or text as a person would type it: environment assignments, ``export`` lines, and one
-command line, with or without backslashes.
+What could not be read is remembered by name. A row that asks for it is not judged: what
+is not known must not refuse a pair (`Unread`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-from dspark_pd.doctor_agreement import WARN, Finding, load
-from dspark_pd.doctor_servers import read_server
+from dspark_pd import doctor_files, doctor_servers
+from dspark_pd.doctor_agreement import Finding, load
+from dspark_pd.doctor_fields import (
+    CAPTURE,
+    FIELDS,
+    SOURCES,
+    TAIL_TOKENS,
+    VARIABLES,
+    Kind,
+    flag_of,
+    misfit,
+    value_of,
+)
+from dspark_pd.doctor_remarks import remark
 from dspark_pd.errors import refuse
 
-_ALIASES = {
-    "tp": "tp_size",
-    "tensor_parallel_size": "tp_size",
-    "pp": "pp_size",
-    "pipeline_parallel_size": "pp_size",
-    "dp": "dp_size",
-    "data_parallel_size": "dp_size",
-    "model": "model_path",
-    "attention_context_parallel_size": "attn_cp_size",
-    "decode_context_parallel_size": "dcp_size",
-    "speculative_draft_model": "speculative_draft_model_path",
-}
-_ASSIGNMENT = re.compile(r"^[A-Z_][A-Z0-9_]*=", re.ASCII)
+_ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?$")
+
+
+class Unread(Exception):
+    """A row asked for something that could not be read."""
 
 
 @dataclasses.dataclass
@@ -40,7 +42,9 @@ class Engine:
 
     `environ` is None when it cannot be known (a running server does not tell).
     `description` is what the engine tells its peers, or a guess from its arguments;
-    `unpatched` says that it tells them nothing. `problems` are findings from reading it.
+    `unpatched` says that it tells them nothing. `unread` are the fields and variables,
+    `unknown` the keys of the description that should be known and are not.
+    `problems` are findings from reading it.
     """
 
     role: str
@@ -52,23 +56,45 @@ class Engine:
     draft_config: dict[str, Any] | None = None
     description: dict[str, Any] = dataclasses.field(default_factory=dict)
     unpatched: bool = False
+    unread: set[str] = dataclasses.field(default_factory=set)
+    unknown: set[str] = dataclasses.field(default_factory=set)
     problems: list[Finding] = dataclasses.field(default_factory=list)
 
     @property
     def shown(self) -> str:
         """One line: where it came from and what it is."""
-        algorithm = self.args.get("speculative_algorithm") or "no speculation"
-        size = f"TP {self.args.get('tp_size') or 1} PP {self.args.get('pp_size') or 1}"
+        if not self.args:
+            return f"{self.source} (unknown)"
+        algorithm = self._shown("speculative_algorithm", "no speculation")
+        size = f"TP {self._shown('tp_size', 1)} PP {self._shown('pp_size', 1)}"
         release = f", SGLang {self.release}" if self.release else ""
         return f"{self.source} ({algorithm}, {size}{release})"
 
+    def _shown(self, name: str, default: object) -> object:
+        return "unknown" if name in self.unread else self.args.get(name) or default
+
+    def arg(self, name: str) -> Any:
+        """A server argument; None when not given. Raises Unread."""
+        if name in self.unread:
+            raise Unread(name)
+        return self.args.get(name)
+
     def env(self, name: str) -> str:
-        """A variable of its environment; empty when unset or unknown."""
+        """A variable of its environment; empty when unset or unknown. Raises Unread."""
+        if name in self.unread:
+            raise Unread(name)
         return (self.environ or {}).get(name, "")
 
     def has(self, name: str) -> bool:
-        """True when a flag is given and not off."""
-        return self.args.get(name) not in (None, False, "", 0)
+        """True when a flag is given and not off. Raises Unread."""
+        return self.arg(name) not in (None, False, "", 0)
+
+    @property
+    def mode(self) -> str:
+        """How draft context is handed over: native, tail or none. Raises Unread."""
+        if "mode" in self.unknown:
+            raise Unread("mode")
+        return str(self.description.get("mode", "none"))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -78,47 +104,104 @@ class Engine:
         }
 
 
-def read_engine(role: str, source: str, timeout_s: float) -> Engine:
-    """An engine from a URL or a file; an unreadable file is a usage error."""
+def read_engine(
+    role: str, source: str, timeout_s: float, api_key: str | None = None
+) -> Engine:
+    """An engine from a URL or a file; refuse with U004 what is neither."""
     engine = Engine(role, source)
     if source.startswith(("http://", "https://")):
-        published = read_server(engine, timeout_s)
+        _check_address(engine)
+        published = doctor_servers.read_server(engine, timeout_s, api_key)
+        _settle(engine, "odd")
     else:
         published = None
-        _read_file(engine, Path(source))
+        _read_file(engine)
+        _settle(engine, "malformed")
     if engine.args:
         _describe(engine, published)
     return engine
 
 
+def _settle(engine: Engine, row: str) -> None:
+    """Turn numbers into numbers; name, and forget, what cannot be one."""
+    both: tuple[tuple[dict[str, Any], Mapping[str, Kind]], ...]
+    both = ((engine.args, FIELDS), (engine.environ or {}, VARIABLES))
+    for values, kinds in both:
+        for name in [name for name in kinds if name in values]:
+            value, kind = values[name], kinds[name]
+            wanted = None if name in engine.unread else misfit(name, value)
+            if wanted:
+                fields = {"name": flag_of(name), "shown": repr(value), "wanted": wanted}
+                if value is True:
+                    fields["shown"] = "given without a value"
+                engine.problems.append(
+                    remark(row, role=engine.role, source=engine.source, **fields)
+                )
+                engine.unread.add(name)
+            elif kind == "int" and isinstance(value, str) and values is engine.args:
+                text = value.strip()
+                engine.args[name] = value_of(text) if text else None
+    for values, _ in both:
+        for name in engine.unread & values.keys():
+            del values[name]
+
+
 def _describe(engine: Engine, published: dict[str, Any] | None) -> None:
     """What the engine says of itself counts; without it, what its arguments say."""
+    if published:
+        engine.description = published
+    try:
+        described = _from_arguments(engine)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        engine.problems.append(_config_remark(engine, "damaged", detail=detail))
+        engine.target_config = engine.draft_config = None
+        described = _from_arguments(engine, read_models=False)
+    if published:
+        return
+    engine.description = described
+    _forget_unread(engine)
+    if engine.environ is None:
+        _forget_switches(engine)
+    known = not engine.unread & {"model_path"}
+    if engine.target_config is None and known and not _has_remark(engine, "DOC-CONFIG"):
+        engine.problems.append(_config_remark(engine, "config"))
+
+
+def _from_arguments(engine: Engine, read_models: bool = True) -> dict[str, Any]:
     module = load("peer_description")
     args = engine.args
-    engine.target_config = module.read_config(args.get("model_path"))
-    engine.draft_config = module.read_config(args.get("speculative_draft_model_path"))
-    engine.description = published or module.describe(
+    if read_models:
+        engine.target_config = module.read_config(args.get("model_path"))
+        draft_path = args.get("speculative_draft_model_path")
+        engine.draft_config = module.read_config(draft_path)
+    described: dict[str, Any] = module.describe(
         args,
         role=engine.role,
         target_config=engine.target_config,
         draft_config=engine.draft_config,
         environ=engine.environ,
     )
-    if published:
-        return
-    if engine.environ is None:
-        _forget_switches(engine)
-    if engine.target_config is None:
-        engine.problems.append(
-            Finding(
-                "DOC-CONFIG",
-                WARN,
-                f"the config of {engine.role}'s model {args.get('model_path')} cannot be "
-                "read on this machine",
-                "models, drafts and DeepSeek-V4 rings are not compared",
-                "run the doctor where the model lies",
-            )
-        )
+    return described
+
+
+def _config_remark(engine: Engine, row: str, **fields: str) -> Finding:
+    model = engine.args.get("model_path")
+    return remark(row, role=engine.role, model=model, **fields)
+
+
+def _has_remark(engine: Engine, code: str) -> bool:
+    return any(finding.code == code for finding in engine.problems)
+
+
+def _forget_unread(engine: Engine) -> None:
+    """Drop what was made from something that could not be read."""
+    idle = {"prefill": TAIL_TOKENS, "decode": CAPTURE}[engine.role]
+    for key, sources in SOURCES.items():
+        needed = set(sources) - ({idle} if key == "mode" else set())
+        if needed & engine.unread:
+            engine.unknown.add(key)
+            engine.description.pop(key, None)
 
 
 def _forget_switches(engine: Engine) -> None:
@@ -133,62 +216,71 @@ def _forget_switches(engine: Engine) -> None:
 # -- a file of arguments ----------------------------------------------------------------
 
 
-def _read_file(engine: Engine, path: Path) -> None:
+def _check_address(engine: Engine) -> None:
+    try:
+        parts = urlsplit(engine.source)
+        if parts.hostname and parts.port != 0:
+            return
+        detail = "no host in it" if not parts.hostname else "port 0"
+    except ValueError as error:
+        detail = str(error)
+    _refuse(engine, f"not an address: {detail}", "http://host:port")
+
+
+def _read_file(engine: Engine) -> None:
     """Arguments and environment from a file; a file publishes no description."""
+    path = Path(engine.source)
     try:
         text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith("{"):
-            document = json.loads(text)
-            engine.args = dict(document.get("server_args", document))
-            engine.release = document.get("version")
-            environ = document.get("environ")
-            engine.environ = dict(environ) if environ is not None else None
-        else:
-            engine.args, engine.environ = parse_command(text)
-    except (OSError, ValueError) as error:
-        refuse("U001", message=f"{path} cannot be read: {error}", verb="doctor")
-    if not engine.args:
-        refuse("U001", message=f"{path} holds no server arguments", verb="doctor")
+        command = doctor_files.parse(text, engine.role)
+        if not command.args:
+            raise doctor_files.NotArguments("no flag of an engine")
+    except doctor_files.NotArguments as error:
+        _refuse(engine, str(error), f"{engine.source} with an engine's flags in it")
+    except UnicodeDecodeError:
+        _refuse(engine, "a binary file", "the file that starts the engine")
+    except OSError as error:
+        _refuse_file(engine, error)
+    except ValueError as error:
+        _refuse(engine, f"not readable: {error}", f"{engine.source}, corrected")
+    engine.args, engine.environ = command.args, command.environ
+    engine.release = command.release
+    engine.unread |= set(doctor_files.unknown_names(command))
+    engine.problems += _remarks(engine, command)
 
 
-def parse_command(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(arguments by field name, environment) of a command line as typed.
-
-    Raises ValueError for text with unbalanced quotes.
-    """
-    tokens = shlex.split(text.replace("\\\n", " "), comments=True)
-    environ: dict[str, str] = {}
-    args: dict[str, Any] = {}
-    flag: str | None = None
-    for token in tokens:
-        if token.startswith("--"):
-            name, equals, value = token[2:].partition("=")
-            flag = _field(name)
-            args[flag] = _value(value) if equals else True
-            flag = None if equals else flag
-        elif flag is not None:
-            known = args[flag]
-            # A second value after a flag makes it a list, as argparse's nargs does.
-            args[flag] = _value(token) if known is True else _extended(known, token)
-        elif _ASSIGNMENT.match(token):
-            name, _, value = token.partition("=")
-            environ[name] = value
-    return args, environ
+def _refuse_file(engine: Engine, error: OSError) -> NoReturn:
+    source = engine.source
+    if "://" in source:
+        scheme = source.partition("://")[0]
+        rest = source.partition("://")[2]
+        _refuse(engine, f"an address with {scheme}://", f"http://{rest}")
+    if _ADDRESS.match(source):
+        _refuse(engine, "an address without http://", f"http://{source}")
+    text = error.strerror or str(error)
+    _refuse(engine, text[0].lower() + text[1:], "URL|FILE")
 
 
-def _extended(known: Any, token: str) -> list[Any]:
-    return [*(known if isinstance(known, list) else [known]), _value(token)]
+def _refuse(engine: Engine, found: str, give: str) -> NoReturn:
+    fields = {"role": engine.role, "source": engine.source}
+    refuse("U004", found=found, give=give, **fields)
 
 
-def _field(name: str) -> str:
-    field = name.replace("-", "_")
-    return _ALIASES.get(field, field)
-
-
-def _value(text: str) -> Any:
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
-
-
-def flags_of(args: Mapping[str, Any]) -> list[str]:
-    """The arguments as flags, for messages."""
-    return [f"--{name.replace('_', '-')}" for name in args]
+def _remarks(engine: Engine, command: doctor_files.Command) -> list[Finding]:
+    """Say what was not read, where the doctor would have needed it."""
+    common = {"role": engine.role, "source": engine.source}
+    found = [
+        remark("value", name=flag_of(name), shown=shown, **common)
+        for name, shown in command.unread.items()
+        if name in {**FIELDS, **VARIABLES}
+    ]
+    found += [remark("source", shown=shown, **common) for shown in command.sources]
+    found += [
+        remark("misspelt", shown=shown, meant=flag_of(meant), **common)
+        for shown, meant in command.misspelt.items()
+    ]
+    if command.count > 1:
+        mode = command.args.get("disaggregation_mode")
+        taken = f"the one for {mode}" if mode else "the first"
+        found.append(remark("several", count=command.count, taken=taken, **common))
+    return found

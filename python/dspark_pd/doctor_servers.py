@@ -16,46 +16,58 @@ from urllib.parse import urlsplit
 
 from packaging.version import InvalidVersion, Version
 
-from dspark_pd.doctor_agreement import REFUSE, WARN, Finding
+from dspark_pd.doctor_releases import released, served_by, serves
+from dspark_pd.doctor_remarks import remark
 
 if TYPE_CHECKING:
     from dspark_pd.doctor_inputs import Engine
 
 # From this release on a patched engine shows its description in /server_info.
 SHOWN_SINCE = Version("0.5.22")
-_NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+_NO_ANSWER = (OSError, ValueError, RecursionError, http.client.HTTPException)
+_LOCKED = (401, 403)
+_RANKS = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def read_server(engine: Engine, timeout_s: float) -> dict[str, Any] | None:
+def read_server(
+    engine: Engine, timeout_s: float, api_key: str | None = None
+) -> dict[str, Any] | None:
     """Arguments of a running engine, and the description it gives its peers."""
     base = engine.source.rstrip("/")
     try:
-        info = _get_json(f"{base}/server_info", timeout_s)
+        info = _get_json(f"{base}/server_info", timeout_s, api_key)
     except _NO_ANSWER as error:
-        engine.problems.append(
-            Finding(
-                "DOC-UNREACHABLE",
-                REFUSE,
-                f"{engine.role} at {base} does not answer: {error}",
-                "nothing can be compared",
-                "check the address and that the engine has finished starting",
-            )
-        )
+        _note_silence(engine, error, api_key)
         return None
-    engine.args = {
-        key: value for key, value in info.items() if key != "internal_states"
-    }
-    engine.release = info.get("version")
-    states = info.get("internal_states") or []
-    shown = [s["peer_description"] for s in states if s.get("peer_description")]
-    if shown:
-        return dict(shown[0])
+    states = info.pop("internal_states", None)
+    states = [s for s in states if isinstance(s, dict)] if _is_list(states) else []
+    engine.args = info
+    release = info.get("version")
+    engine.release = release if isinstance(release, str) else None
+    for state in states:
+        shown = state.get("peer_description")
+        if isinstance(shown, dict) and shown:
+            return shown
     if engine.role == "prefill":
         return _ask_bootstrap_server(engine, timeout_s)
     if states and _shows_its_description(engine.release):
         _note_unpatched(engine)
     return None
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _note_silence(engine: Engine, error: Exception, api_key: str | None) -> None:
+    fields = {"role": engine.role, "source": engine.source.rstrip("/")}
+    if isinstance(error, urllib.error.HTTPError) and error.code in _LOCKED:
+        name = "wrong key" if api_key else "locked"
+        row = remark(name, status=error.code, **fields)
+    else:
+        row = remark("unreachable", detail=error, **fields)
+    engine.problems.append(row)
 
 
 def _shows_its_description(release: str | None) -> bool:
@@ -67,54 +79,47 @@ def _shows_its_description(release: str | None) -> bool:
 
 def _ask_bootstrap_server(engine: Engine, timeout_s: float) -> dict[str, Any] | None:
     """What a running prefill tells its decodes."""
-    host = urlsplit(engine.source).hostname
+    host = urlsplit(engine.source).hostname or ""
+    host = f"[{host}]" if ":" in host else host
     port = engine.args.get("disaggregation_bootstrap_port")
-    query = "&".join(
-        f"{name}=-1"
-        for name in (
-            "prefill_dp_rank",
-            "prefill_cp_rank",
-            "target_tp_rank",
-            "target_pp_rank",
-        )
-    )
-    try:
-        with _opener.open(
-            f"http://{host}:{port}/route?{query}", timeout=timeout_s
-        ) as r:
-            header = r.headers.get("X-SGLang-Peer-Description")
-            if header:
-                return dict(json.loads(header))
-    except _NO_ANSWER as error:
-        engine.problems.append(
-            Finding(
-                "DOC-BOOTSTRAP",
-                WARN,
-                f"prefill's bootstrap server at {host}:{port} does not answer: {error}",
-                "decodes cannot reach this prefill, or it is behind another address",
-                "open the port given by --disaggregation-bootstrap-port",
-            )
-        )
+    if not isinstance(port, int):
+        engine.problems.append(remark("no bootstrap", source=engine.source))
         return None
+    query = "&".join(f"{name}=-1" for name in _RANKS)
+    address = f"http://{host}:{port}/route?{query}"
+    try:
+        with _opener.open(address, timeout=timeout_s) as answer:
+            header = answer.headers.get("X-SGLang-Peer-Description")
+            description = json.loads(header) if header else None
+        if description is not None and not isinstance(description, dict):
+            raise ValueError("its description is not an object")
+    except _NO_ANSWER as error:
+        row = remark("bootstrap", place=f"{host}:{port}", detail=error)
+        engine.problems.append(row)
+        return None
+    if description:
+        return dict(description)
     _note_unpatched(engine)
     return None
 
 
 def _note_unpatched(engine: Engine) -> None:
     engine.unpatched = True
-    engine.problems.append(
-        Finding(
-            "DOC-UNPATCHED",
-            WARN,
-            f"{engine.role} does not describe itself to its peers",
-            "engines that disagree hang or draft cold instead of refusing each other",
-            "apply sglang-dspark-pd to it and restart it",
-        )
-    )
+    release = released(engine.release)
+    if release is None or serves("handshake", release):
+        row = remark("unpatched", role=engine.role)
+    else:
+        served = served_by("handshake")
+        row = remark("no handshake", role=engine.role, release=release, served=served)
+    engine.problems.append(row)
 
 
-def _get_json(url: str, timeout_s: float) -> dict[str, Any]:
-    with _opener.open(url, timeout=timeout_s) as response:
+def _get_json(url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
+    request = urllib.request.Request(url)
+    if api_key:
+        # Not to where a redirection may lead.
+        request.add_unredirected_header("Authorization", f"Bearer {api_key}")
+    with _opener.open(request, timeout=timeout_s) as response:
         answer = json.loads(response.read())
     if not isinstance(answer, dict):
         raise ValueError(f"{url} did not answer with an object")

@@ -8,11 +8,16 @@ them into text, JSON and an exit code.
 from __future__ import annotations
 
 import errno
+import re
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from dspark_pd.error_catalogue import PARTS, ErrorKind, catalogue
+
+_ON_TARGET = re.compile(r"dspark-pd (status|diff|apply|revert)\b(?! --target)")
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,11 @@ class Problem:
 
     code: str
     fields: Mapping[str, object]
+    target: str | None = None
+    """The target as the user named it, for the commands in ``next``."""
+
+    def on(self, target: str | None) -> Problem:
+        return replace(self, target=target)
 
     @property
     def kind(self) -> ErrorKind:
@@ -33,7 +43,8 @@ class Problem:
     def part(self, name: str) -> str:
         """Return the text of ``title``, ``expected``, ``found``, ``cause`` or ``next``."""
         template: str = getattr(self.kind, name)
-        return template.format(**self.fields)
+        text = template.format(**self.fields)
+        return on_target(text, self.target) if name == "next" else text
 
     def as_dict(self) -> dict[str, object]:
         return {"code": self.code, **{name: self.part(name) for name in PARTS}}
@@ -43,6 +54,13 @@ class Problem:
         for label in PARTS[1:]:
             lines.append(f"  {label:<9}{self.part(label)}")
         return "\n".join(lines)
+
+
+def on_target(text: str, target: str | None) -> str:
+    """Name ``target`` in the commands of ``text`` that work on one."""
+    if target is None:
+        return text
+    return _ON_TARGET.sub(lambda c: f"{c[0]} --target {shlex.quote(target)}", text)
 
 
 class Refused(Exception):
@@ -76,3 +94,17 @@ def from_os_error(error: OSError, left: str = UNCHANGED) -> Problem:
         code = "F503"
     path = error.filename or "the target"
     return Problem(code, {"path": path, "detail": str(error), "left": left})
+
+
+def from_fault(error: Exception) -> Problem:
+    """Return the problem for an exception that nobody foresaw."""
+    from traceback import extract_tb
+
+    import dspark_pd
+
+    frames = extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    place = f"{Path(last.filename).name}:{last.lineno}" if last else "nowhere"
+    detail = f"{type(error).__name__}: {error}"[:300]
+    fields = {"detail": detail, "place": place, "version": dspark_pd.__version__}
+    return Problem("X901", fields)

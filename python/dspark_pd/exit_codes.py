@@ -11,13 +11,15 @@ TARGET: Final = 3
 MISMATCH: Final = 4
 EDITED: Final = 5
 FILE_SYSTEM: Final = 6
+INTERNAL: Final = 7
 
 MEANINGS: Final = {
     OK: "the asked state holds",
-    DIFFERS: "the state differs from the asked one; nothing is wrong",
+    DIFFERS: "the state differs from the asked one, or doctor: it would not work",
     USAGE: "the command line is wrong",
     TARGET: "no SGLang at the target, or a release the set does not serve",
     MISMATCH: "a hunk does not match or the result does not compile; nothing written",
     EDITED: "the target was edited by others; nothing written",
     FILE_SYSTEM: "the file system or a needed program failed; the original is kept",
+    INTERNAL: "a fault of dspark-pd itself; the error says how to report it",
 }

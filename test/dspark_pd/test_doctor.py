@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import http.server
 import json
 import os
@@ -17,8 +18,9 @@ import pytest
 
 from dspark_pd.doctor import diagnose
 from dspark_pd.doctor_agreement import load
-from dspark_pd.doctor_checks import CHECKS
-from dspark_pd.doctor_inputs import Engine, parse_command, read_engine
+from dspark_pd.doctor_checks import CHECKS, STAGED_CAPTURE
+from dspark_pd.doctor_files import parse_command
+from dspark_pd.doctor_inputs import Engine, read_engine
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -102,8 +104,8 @@ def test_a_command_as_typed() -> None:
         --page-size=64 --disable-radix-cache
       --speculative-draft-model-path '/with space' --list a b
     """
-    args, environ = parse_command(text)
-    assert args == {
+    command = parse_command(text)
+    assert command.args == {
         "model_path": "/m",
         "tp_size": 4,
         "page_size": 64,
@@ -111,7 +113,7 @@ def test_a_command_as_typed() -> None:
         "speculative_draft_model_path": "/with space",
         "list": ["a", "b"],
     }
-    assert environ == {
+    assert command.environ == {
         "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "32",
         "HF_HUB_OFFLINE": "1",
     }
@@ -136,7 +138,7 @@ def test_a_file_that_says_nothing_is_a_usage_error(
     bad = bench.file("bad", text)
     outcome = run("doctor", "--prefill", bad, "--decode", bad, text=True)
     assert outcome.code == 2
-    assert "error[U001]" in outcome.err
+    assert "error[U004]" in outcome.err
 
 
 # -- the two deployments ----------------------------------------------------------------
@@ -314,8 +316,47 @@ def test_stages_of_a_model_that_hands_no_rows_on(bench: Bench) -> None:
     assert "DOC-STAGED-CAPTURE" in codes
 
 
+def test_the_models_with_stages_are_the_overlays() -> None:
+    """Those it knows by name, and those that bring a stage's rows along themselves."""
+    source = REPOSITORY / "python/sglang/srt/speculative/dspark_components"
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((source / "pp_aux_capture.py").read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == (
+            "SUPPORTED_MODELS"
+        ):
+            names |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left) == "name":
+            names |= {c.value for c in node.comparators if isinstance(c, ast.Constant)}
+    upstreams = {"KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"}
+    assert names | upstreams == set(STAGED_CAPTURE)
+    assert len(names) == 4
+
+
+def test_a_tail_on_a_release_that_hands_none_over(bench: Bench) -> None:
+    tail = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
+    found = {}
+    for release in ("0.5.19", "0.5.22", "0.5.23", "0.5.23.post1", "main"):
+        documents = [
+            {"server_args": {"tp_size": 1}, "version": release, "environ": environ}
+            for environ in (tail, {})
+        ]
+        pair = [
+            read_engine(role, bench.file(f"{role}.json", json.dumps(document)), 1.0)
+            for role, document in zip(("prefill", "decode"), documents, strict=True)
+        ]
+        codes = [finding.code for finding in diagnose(*pair)]
+        found[release] = "DOC-TAIL-RELEASE" in codes
+    assert found == {
+        "0.5.19": True,
+        "0.5.22": True,
+        "0.5.23": False,
+        "0.5.23.post1": False,
+        "main": False,
+    }
+
+
 def test_every_own_row_is_tested() -> None:
-    elsewhere = {"DOC-RELEASE", "DOC-STAGED-CAPTURE"}
+    elsewhere = {"DOC-RELEASE", "DOC-STAGED-CAPTURE", "DOC-TAIL-RELEASE"}
     assert {row.code for row in CHECKS} == set(OWN_ROWS) | elsewhere
 
 

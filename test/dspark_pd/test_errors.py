@@ -72,6 +72,11 @@ def _unknown_hunk(bench: Bench) -> Outcome:
     return bench.run("list", "relay.drop-input")
 
 
+@scenario("U004")
+def _no_address(bench: Bench) -> Outcome:
+    return bench.run("doctor", "--prefill", "host:30000", "--decode", "host:30001")
+
+
 @scenario("T101")
 def _empty_target(bench: Bench) -> Outcome:
     return bench.run("status", "--target", bench.overlay.parent)
@@ -174,6 +179,12 @@ def _other_encoding(bench: Bench) -> Outcome:
     return bench.apply()
 
 
+@scenario("H309")
+def _broken_before(bench: Bench) -> Outcome:
+    bench.edit(RELAY, "def :\n")
+    return bench.apply()
+
+
 @scenario("E401")
 def _edited(bench: Bench) -> Outcome:
     bench.apply()
@@ -256,6 +267,15 @@ def _no_ast_grep(bench: Bench) -> Outcome:
         astgrep.program.cache_clear()
 
 
+@scenario("X901")
+def _fault(bench: Bench) -> Outcome:
+    def fail(options: object) -> None:
+        raise ZeroDivisionError("made up")
+
+    bench.patch.setattr("dspark_pd.verbs.apply.run", fail)
+    return bench.apply()
+
+
 @pytest.mark.parametrize("code", SCENARIOS)
 def test_the_error_is_met_and_complete(
     code: str, run: Run, site: Path, overlay: Path, monkeypatch: pytest.MonkeyPatch
@@ -272,7 +292,7 @@ def test_the_error_is_met_and_complete(
 
 
 def test_every_code_has_a_scenario() -> None:
-    in_test_export = {"U003", "T104"}
+    in_test_export = {"U003", "U005", "T104"}
     assert set(SCENARIOS) | in_test_export == set(catalogue())
 
 
@@ -301,6 +321,7 @@ def test_families_agree_with_exit_codes() -> None:
         "H": exit_codes.MISMATCH,
         "E": exit_codes.EDITED,
         "F": exit_codes.FILE_SYSTEM,
+        "X": exit_codes.INTERNAL,
     }
     for code, kind in catalogue().items():
         assert kind.exit_code == families[code[0]], code

@@ -1,0 +1,251 @@
+"""Arguments of an engine from a file: a start script, a systemd unit, flags or JSON.
+
+JSON is server arguments by field name, as ``/server_info`` gives them, alone or under
+``server_args`` beside ``environ`` and ``version``. All other text is read as a shell
+would (`doctor_shell`): of its commands, the one that starts SGLang counts, with the
+variables that are set for it. What cannot be read is kept by name, so that nobody
+takes it for absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dspark_pd.doctor_fields import (
+    FIELDS,
+    VARIABLES,
+    field_of,
+    meant_by,
+    value_of,
+    variable_meant_by,
+)
+from dspark_pd.doctor_shell import Word, assignment, commands
+
+_UNIT_LINES: Final = (
+    (re.compile(r"^\s*Environment=", re.M), "export "),
+    (re.compile(r"^\s*ExecStart=[-@:+!]*", re.M), ""),
+    (re.compile(r"^\s*EnvironmentFile=-?", re.M), "source "),
+)
+_SOURCING: Final = ("source", ".", "--env-file")
+_NESTED = re.compile(r"(sglang|launch_server)\S*\s.*--\w", re.S)
+_MODULE = re.compile(r"(^|[./])launch_server(\.py)?$")
+
+
+class NotArguments(ValueError):
+    """The text holds no arguments of an engine; the message says what it holds."""
+
+
+@dataclass
+class Command:
+    """What a text says of one engine.
+
+    ``unread`` has the expression of each field or variable without a value; ``sources``
+    are places, not read, that may set more: flags if ``open_args``, variables if
+    ``open_environ``. ``misspelt`` gives what an unknown name may mean.
+    """
+
+    args: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] | None = field(default_factory=dict)
+    release: str | None = None
+    unread: dict[str, str] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
+    misspelt: dict[str, str] = field(default_factory=dict)
+    open_args: bool = False
+    open_environ: bool = False
+    count: int = 1
+
+
+def parse(text: str, role: str) -> Command:
+    """Return what ``text`` says; raises NotArguments, and ValueError for bad syntax."""
+    return parse_json(text) if _is_json(text) else parse_command(text, role)
+
+
+def _is_json(text: str) -> bool:
+    """A list is JSON only where it can be read: ``[Unit]`` opens a systemd unit."""
+    if text.lstrip().startswith("["):
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return True
+    return text.lstrip().startswith("{")
+
+
+# -- JSON -------------------------------------------------------------------------------
+
+
+def parse_json(text: str) -> Command:
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    if not isinstance(document, dict):
+        raise NotArguments(f"JSON of a {type(document).__name__}, not an object")
+    args = document.get("server_args", document)
+    environ = document.get("environ")
+    for name, value in (("server_args", args), ("environ", environ)):
+        optional = name == "environ" and value is None
+        if not isinstance(value, dict) and not optional:
+            raise NotArguments(f"{name} is {json.dumps(value)[:40]}, not an object")
+    release = document.get("version")
+    if environ is not None:
+        environ = {key: str(value) for key, value in environ.items()}
+    command = Command(dict(args), environ, str(release) if release else None)
+    _note_spelling(command, {})
+    return command
+
+
+# -- text -------------------------------------------------------------------------------
+
+
+def parse_command(
+    text: str, role: str = "", outside: Mapping[str, str] | None = None
+) -> Command:
+    """Return the flags by field name, and the environment, of a start command.
+
+    ``outside`` gives variables that the text does not assign; default: the process's
+    own environment. Raises ValueError for text with unbalanced quotes.
+    """
+    for pattern, plain in _UNIT_LINES:
+        text = pattern.sub(plain, text)
+    outside = os.environ if outside is None else outside
+    before: list[Word] = []
+    found: list[tuple[list[Word], list[Word]]] = []
+    for words in _all_commands(text, outside):
+        flags = _flags_of(words)
+        if flags is None:
+            before += words
+        else:
+            found.append(([*before, *words[: len(words) - len(flags)]], flags))
+    if not any(flags for _, flags in found):
+        raise NotArguments("no flag of an engine")
+    read = [_command(around, flags) for around, flags in found]
+    ours = [c for c in read if c.args.get("disaggregation_mode") == role]
+    command = (ours or read)[0]
+    command.count = len(read)
+    return command
+
+
+def _all_commands(text: str, outside: Mapping[str, str]) -> Iterator[list[Word]]:
+    """Yield all commands; one that is handed to another shell, as by ``bash -c``, too."""
+    for words in commands(text, outside):
+        inner = [word.text for word in words if _NESTED.search(word.text)]
+        for nested in inner:
+            yield from _all_commands(nested, outside)
+        if not inner:
+            yield words
+
+
+def _flags_of(words: list[Word]) -> list[Word] | None:
+    """Return the flags of a command that starts an engine, else None."""
+    texts = [word.text for word in words]
+    for index, text in enumerate(texts):
+        name = text.rpartition("/")[2]
+        if _MODULE.search(text) or (
+            name == "sglang" and texts[index + 1 :][:1] == ["serve"]
+        ):
+            return words[index + 1 :]
+    for index, text in enumerate(texts):
+        if text.startswith("--"):
+            flags = [field_of(t[2:].partition("=")[0]) for t in texts[index:]]
+            return words[index:] if set(flags) & set(FIELDS) else None
+    return None
+
+
+def _command(around: list[Word], flags: list[Word]) -> Command:
+    command = Command()
+    for index, word in enumerate(around):
+        pair = assignment(word)
+        if pair and word.text[0] != "-":
+            _set_variable(command, *pair)
+        elif word.text in _SOURCING:
+            place = " ".join(w.text or w.unread or "" for w in around[index:][:2])
+            command.sources.append(place)
+            command.open_environ = True
+    typed = _read_flags(command, flags)
+    _note_spelling(command, typed)
+    return command
+
+
+def _set_variable(command: Command, name: str, value: Word) -> None:
+    assert command.environ is not None
+    command.environ.pop(name, None)
+    command.unread.pop(name, None)
+    if value.unread:
+        command.unread[name] = value.unread
+    else:
+        command.environ[name] = value.text
+
+
+def _read_flags(command: Command, words: list[Word]) -> dict[str, str]:
+    """Read flags and their values; return how each field was typed."""
+    typed: dict[str, str] = {}
+    pending: str | None = None
+    for word in words:
+        if word.text.startswith("--"):
+            flag, equals, value = word.text.partition("=")
+            pending = field_of(flag[2:])
+            command.open_args |= "$" in flag
+            typed[pending] = flag
+            command.args[pending] = True
+            command.unread.pop(pending, None)
+            if equals:
+                _add_value(command, pending, Word(value, word.unread))
+                pending = None
+        elif pending is None or (word.unread and not _takes_value(command, pending)):
+            if word.unread:  # it may be any flags
+                command.sources.append(word.unread)
+                command.open_args = True
+        else:
+            _add_value(command, pending, word)
+    if command.args.get("config"):
+        shown = command.unread.get("config", command.args["config"])
+        command.sources.append(f"--config {shown}")
+        command.open_args = True
+    return typed
+
+
+def _takes_value(command: Command, name: str) -> bool:
+    given = command.args[name] is not True or name in command.unread
+    return FIELDS.get(name) != "switch" and not given
+
+
+def _add_value(command: Command, name: str, word: Word) -> None:
+    if word.unread:
+        command.unread[name] = word.unread
+        return
+    value = word.text if FIELDS.get(name) == "text" else value_of(word.text)
+    known = command.args[name]
+    if known is True:
+        command.args[name] = value
+    else:
+        # A second value makes it a list, as argparse's nargs does.
+        command.args[name] = [*(known if isinstance(known, list) else [known]), value]
+
+
+def _note_spelling(command: Command, typed: Mapping[str, str]) -> None:
+    """Remember unknown names that look like known ones, and what they may mean."""
+    for name in command.args:
+        meant = meant_by(name)
+        if meant and meant not in command.args:
+            command.misspelt[typed.get(name, name)] = meant
+    for name in [*(command.environ or {}), *command.unread]:
+        meant = variable_meant_by(name)
+        if meant:
+            command.misspelt[name] = meant
+
+
+def unknown_names(command: Command) -> Iterator[str]:
+    """Yield the fields and variables that the doctor reads and cannot know here."""
+    yield from (name for name in command.unread if name in {**FIELDS, **VARIABLES})
+    yield from command.misspelt.values()
+    if command.open_args:
+        yield from (name for name in FIELDS if name not in command.args)
+    if command.open_environ:
+        given = command.environ or {}
+        yield from (name for name in VARIABLES if name not in given)
