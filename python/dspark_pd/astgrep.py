@@ -71,7 +71,8 @@ def scan(source: bytes, rules: Iterable[str], shown: str) -> list[Match]:
     except subprocess.TimeoutExpired:
         _refuse_program(f"no answer within {_TIMEOUT_S} s for {shown}")
     if done.returncode != 0:
-        detail = " ".join(done.stderr.decode(errors="replace").split())[:400]
+        told = done.stderr.decode(errors="replace").partition("Stack backtrace")[0]
+        detail = " ".join(told.split())[:400]
         refuse("S204", file=shown, version=PINNED, detail=detail)
     return [_match(item) for item in json.loads(done.stdout or b"[]")]
 

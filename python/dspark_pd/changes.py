@@ -38,6 +38,7 @@ def build(
         set_version=dspark_pd.__version__,
         entries=entries,
         folders=_folders(survey, files),
+        assumed_over=survey.target.assumed_over,
     )
     if not entries:
         new = Ledger()

@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dspark_pd import astgrep
+from dspark_pd.errors import Problem
 from dspark_pd.hunk import Hunk
 
 Originals = Callable[[str], bytes | None]
@@ -60,7 +61,19 @@ def _binds(node: ast.stmt, name: str) -> bool:
 
 
 def _matches(hunk: Hunk, pattern: str, source: bytes | None) -> bool:
-    if source is None:
+    # A file in another encoding matches nothing; that is said elsewhere.
+    if source is None or encoding_problem(hunk.target, source):
         return False
     rule = {"id": "drop-when", "language": "python", "rule": {"pattern": pattern}}
     return bool(astgrep.scan(source, [astgrep.as_document(rule)], hunk.target))
+
+
+def encoding_problem(path: str, source: bytes | None) -> Problem | None:
+    """Return H308 if ``source`` cannot be read as ast-grep reads it."""
+    try:
+        (source or b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        detail = f"byte {byte:#x} at offset {error.start}"
+        return Problem("H308", {"file": path, "detail": detail})
+    return None

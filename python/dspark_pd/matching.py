@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dspark_pd.astgrep import Match
 from dspark_pd.errors import Problem
 from dspark_pd.hunk import Hunk
 from dspark_pd.insertion import Edit, NotAnInsertion, edits_of
 from dspark_pd.selection import Choice
+
+_MAX_IDS: Final = 3
 
 
 class Misfit(Exception):
@@ -20,7 +24,7 @@ class Misfit(Exception):
 def edits_of_choice(choice: Choice, plain: bytes, matches: list[Match]) -> list[Edit]:
     """Return the edits of the first variant whose count is right, or raise Misfit."""
     hunk = choice.hunk
-    if _names_our_module(hunk, plain):
+    if names_our_module(hunk, plain):
         raise Misfit(_no_record(hunk))
     for variant in choice.variants:
         found = [match for match in matches if match.rule_id == variant.id]
@@ -44,7 +48,7 @@ def _edits_of_match(hunk: Hunk, match: Match, plain: bytes) -> list[Edit]:
     return edits
 
 
-def _names_our_module(hunk: Hunk, plain: bytes) -> bool:
+def names_our_module(hunk: Hunk, plain: bytes) -> bool:
     """Whether an original imports the module that only our lines import."""
     module = str(hunk.metadata.get("calls", "")).rpartition(".")[0]
     return bool(module) and f"from {module} import".encode() in plain
@@ -58,7 +62,15 @@ def _already_there(edit: Edit, plain: bytes) -> bool:
 
 
 def _no_record(hunk: Hunk) -> Problem:
-    return Problem("E402", {"id": hunk.identity, "file": hunk.target})
+    return unrecorded(hunk.target, [hunk.identity])
+
+
+def unrecorded(file: object, ids: list[str]) -> Problem:
+    """Return E402 for one file and all hunks whose lines it holds."""
+    shown = ", ".join(ids[:_MAX_IDS])
+    if len(ids) > _MAX_IDS:
+        shown += f" and {len(ids) - _MAX_IDS} more"
+    return Problem("E402", {"id": shown, "file": file})
 
 
 def _wrong_count(hunk: Hunk, found: list[Match]) -> Problem:

@@ -16,10 +16,10 @@ from typing import Literal
 from packaging.version import Version
 
 from dspark_pd import astgrep
-from dspark_pd.conditions import Originals
+from dspark_pd.conditions import Originals, encoding_problem
 from dspark_pd.errors import Problem
 from dspark_pd.insertion import Edit, normalise, splice
-from dspark_pd.matching import Misfit, edits_of_choice
+from dspark_pd.matching import Misfit, edits_of_choice, unrecorded
 from dspark_pd.patch_set import PatchSet
 from dspark_pd.selection import Choice, choose, modules_for
 
@@ -81,11 +81,23 @@ def make_plan(
             plan.problems.append(problem)
         plan.files[module.path] = PlannedFile(module.path, "add", None, source)
     plan.problems = sorted(
-        [*plan.misfits.values(), *plan.problems],
+        [*_by_file(plan.misfits.values()), *plan.problems],
         # Foreign lines in the target explain what does not match, so they come first.
         key=lambda problem: not problem.code.startswith("E"),
     )
     return plan
+
+
+def _by_file(problems: Iterable[Problem]) -> list[Problem]:
+    """Join the E402 of one file: its lines have one cause and one remedy."""
+    ids: dict[object, list[str]] = {}
+    others = []
+    for problem in problems:
+        if problem.code == "E402":
+            ids.setdefault(problem.fields["file"], []).append(str(problem.fields["id"]))
+        else:
+            others.append(problem)
+    return [*(unrecorded(file, found) for file, found in ids.items()), *others]
 
 
 def _plan_hunks(
@@ -143,7 +155,9 @@ def _plan_file(
     except ValueError as error:
         plan.problems.append(_overlap(path, plain, edits, str(error)))
         return
-    problem = compile_problem(path, desired, done)
+    problem = compile_problem(path, source, None) or compile_problem(
+        path, desired, done
+    )
     if problem:
         plan.problems.append(problem)
     if edits:
@@ -177,19 +191,10 @@ def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Proble
     return Problem("H303", fields)
 
 
-def encoding_problem(path: str, source: bytes | None) -> Problem | None:
-    """Return H308 if ``source`` cannot be read as ast-grep reads it."""
-    try:
-        (source or b"").decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        detail = f"byte {byte:#x} at offset {error.start}"
-        return Problem("H308", {"file": path, "detail": detail})
-    return None
-
-
-def compile_problem(path: str, source: bytes, hunks: list[str]) -> Problem | None:
-    """Return H304 if ``source`` does not compile."""
+def compile_problem(
+    path: str, source: bytes, hunks: list[str] | None
+) -> Problem | None:
+    """Return H304 if ``source`` does not compile; H309 if no hunk is to blame."""
     try:
         compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -198,7 +203,9 @@ def compile_problem(path: str, source: bytes, hunks: list[str]) -> Problem | Non
             "python": ".".join(map(str, sys.version_info[:2])),
             "line": getattr(error, "lineno", None) or 0,
             "detail": getattr(error, "msg", None) or str(error),
-            "ids": ", ".join(hunks) or "(a module of the set)",
         }
+        if hunks is None:
+            return Problem("H309", fields)
+        fields["ids"] = ", ".join(hunks) or "(a module of the set)"
         return Problem("H304", fields)
     return None

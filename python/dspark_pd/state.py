@@ -51,11 +51,15 @@ class Ledger:
     set_version: str | None = None
     entries: dict[str, Entry] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
+    assumed_over: str | None = None
+    """What could be read of the release when the user assumed ``release``."""
     unfinished: str | None = None
     """The verb of a run that did not come to its end."""
 
     def as_json(self) -> bytes:
         document = {"schema": SCHEMA, **asdict(self)}
+        if self.assumed_over is None:
+            del document["assumed_over"]
         return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 

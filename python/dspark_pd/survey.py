@@ -11,6 +11,7 @@ Every file of the record is in one of these conditions:
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Literal
 
 from dspark_pd import fsops
 from dspark_pd.errors import Problem
+from dspark_pd.patch_set import default_overlay
 from dspark_pd.provenance import Provenance
 from dspark_pd.state import Entry, Ledger, StateFolder
 from dspark_pd.target import Target
@@ -89,7 +91,7 @@ class Survey:
             if seen.condition == "edited" and self.updated:
                 found.append(self._left_over(path))
             elif seen.condition == "edited":
-                found.append(Problem("E401", {"file": path}))
+                found.append(Problem("E401", {"file": path, "see": self._diff(seen)}))
             elif seen.condition == "ours" and self.updated and seen.entry.before:
                 original = self.original(path)
                 if original and self._provenance.vouches(path, original) is False:
@@ -133,6 +135,16 @@ class Survey:
         ):
             return None
         return self.state.original(path, known.entry, self.ledger.release)
+
+    def _diff(self, seen: Seen) -> str:
+        """Return a command that shows what was edited."""
+        if seen.entry.before is None:
+            old, shows = default_overlay() / seen.path, "the edit"
+        else:
+            old = self.state.original_path(seen.entry.before)
+            shows = "the edit and our lines"
+        names = (shlex.quote(str(path)) for path in (old, self.path(seen.path)))
+        return f"diff -u {' '.join(names)} ({shows})"
 
     def _left_over(self, path: str) -> Problem:
         new = self.target.release

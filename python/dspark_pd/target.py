@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from dspark_pd.errors import refuse
 from dspark_pd.patch_set import default_overlay
+from dspark_pd.state import StateFolder
 from dspark_pd.target_release import read_release
 
 
@@ -26,12 +27,14 @@ from dspark_pd.target_release import read_release
 class Target:
     """The folder ``sglang`` with its release.
 
-    ``release`` is None when it cannot be read; ``source`` says where it was read.
+    ``release`` is None when it cannot be read; ``source`` says where it was read, and
+    ``assumed_over`` what could be read of a target whose release the user assumed.
     """
 
     root: Path
     release: Version | None
     source: str
+    assumed_over: str | None = None
 
     @property
     def shown(self) -> str:
@@ -56,9 +59,13 @@ def find_target(named: str | None, assumed: str | None = None) -> Target:
 
 
 def _with_release(root: Path, assumed: str | None) -> Target:
-    if assumed is not None:
-        return Target(root, Version(assumed), "assumed")
     release, source = read_release(root)
+    if assumed is not None:
+        return Target(root, Version(assumed), "assumed", str(release))
+    applied = StateFolder(root).load()
+    if applied.release and applied.assumed_over == str(release):
+        # What the user vouched for at apply holds for the same target.
+        return Target(root, Version(applied.release), "assumed at apply", str(release))
     return Target(root, release, source)
 
 

@@ -36,6 +36,10 @@ class Checkout:
             return None
         return self._git("cat-file", "blob", name)
 
+    def takes_branch(self, name: str) -> bool:
+        """Whether git takes ``name`` for a branch."""
+        return self._run("check-ref-format", "--branch", name).returncode == 0
+
     def has_branch(self, name: str) -> bool:
         ref = f"refs/heads/{name}"
         return self._run("show-ref", "--verify", "--quiet", ref).returncode == 0
@@ -114,6 +118,14 @@ class Checkout:
 
 def open_checkout(folder: Path) -> Checkout:
     """Return the checkout that holds ``folder``; refuse with T104 if there is none."""
+    if not folder.is_dir():
+        refuse(
+            "T104",
+            needed="a git checkout of SGLang",
+            found=f"{folder} is a file" if folder.exists() else f"no folder {folder}",
+            cause="a mistyped path",
+            hint="dspark-pd export DIR with the folder of the checkout",
+        )
     command = ["git", "-C", str(folder), "rev-parse", "--show-toplevel"]
     try:
         done = subprocess.run(

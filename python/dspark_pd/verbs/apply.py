@@ -47,7 +47,8 @@ def _apply(context: Context, options: Namespace) -> Result:
 def _describe(plan: Plan, context: Context, dry_run: bool, needed: bool) -> Result:
     files = sorted(plan.files.values(), key=lambda file: (file.kind, file.path))
     result = Result(target=context.target)
-    result.lines = [describe_file(file) for file in files]
+    described = [describe_file(file) for file in files]
+    result.lines, result.details = (described, []) if needed else ([], described)
     pending = needed and dry_run
     if pending:
         verb = "would apply"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from packaging.version import Version
 
@@ -14,6 +15,8 @@ from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
 from dspark_pd.plan import Plan, make_plan
 from dspark_pd.survey import Survey
 from dspark_pd.target import Target, find_target
+
+CLONE: Final = "in the clone of sglang-dspark-pd"
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,21 @@ def unknown_release(
         return None
     tried = [c for c in plan.choices if c.verdict in ("wanted", "unserved")]
     newest = patch_set.releases[-1]
+    hint = f"git pull && pip install . ({CLONE}), or repeat with --assume-version"
     fields = {
         "version": release,
         "releases": ", ".join(map(str, patch_set.releases)),
-        "matched": len(tried) - len(plan.misfits),
-        "total": len(tried),
-        "misfits": ", ".join(plan.misfits) or "no misfits",
-        "hint": f"a newer sglang-dspark-pd, or --assume-version {newest}",
+        "fit": _fit(len(tried), list(plan.misfits)),
+        "hint": f"{hint} {newest}",
     }
     return Problem("T103", fields)
+
+
+def _fit(total: int, misfits: list[str]) -> str:
+    if not misfits:
+        return "the one hunk fits" if total == 1 else f"all {total} hunks fit"
+    fitting = total - len(misfits)
+    return f"{fitting} of {total} hunks fit; not: {', '.join(misfits)}"
 
 
 def open_context(options: Namespace) -> Context:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +76,20 @@ def _need_repository(patch_set: PatchSet) -> None:
 
 def _need_free(checkout: Checkout, out: str) -> None:
     if out.endswith(_PATCH_SUFFIXES):
+        folder = Path(out).absolute().parent
         if Path(out).exists():
-            refuse("U003", name=f"file {out}", hint=f"rm {out}")
+            refuse("U003", name=f"file {out}", hint=f"rm {shlex.quote(out)}")
+        if not folder.is_dir():
+            wanted, found = "a folder that exists", f"no folder {folder}"
+            refuse("U005", name=out, wanted=wanted, found=found, give=Path(out).name)
+    elif not checkout.takes_branch(out):
+        refuse(
+            "U005",
+            name=out,
+            wanted="a name that git takes for a branch, or a file ending in .patch",
+            found="a name that git does not take",
+            give=re.sub(r"[^\w./]+", "-", out, flags=re.A).strip("-./") or "dspark-pd",
+        )
     elif checkout.has_branch(out):
         hint = f"git -C {checkout.root} branch -D {out}"
         refuse("U003", name=f"branch {out}", hint=hint)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from argparse import Namespace
+
+from packaging.version import Version
 
 from dspark_pd import exit_codes
 from dspark_pd.error_catalogue import catalogue
@@ -19,25 +22,32 @@ def run(options: Namespace) -> Result:
     if options.check:
         return _check(options)
     patch_set = load_patch_set(options.overlay)
+    file = (options.id or "").removeprefix("python/").removeprefix("sglang/")
+    files = {*(h.target for h in patch_set.hunks), *(m.path for m in patch_set.modules)}
+    if file in files:
+        return _all(patch_set, named_components(options), file)
     if options.id:
         return _one(patch_set, options.id)
     return _all(patch_set, named_components(options))
 
 
-def _all(patch_set: PatchSet, components: tuple[str, ...]) -> Result:
+def _all(
+    patch_set: PatchSet, components: tuple[str, ...], file: str | None = None
+) -> Result:
     hunks = [
         variants[0]
         for variants in patch_set.identities.values()
-        if not components or variants[0].component in components
+        if (not components or variants[0].component in components)
+        and file in (None, variants[0].target)
     ]
-    width = max((len(hunk.identity) for hunk in hunks), default=0)
-    lines = [
-        f"{hunk.component:<10} {hunk.identity:<{width}}  {hunk.message}"
-        for hunk in hunks
-    ]
+    modules = [m for m in patch_set.modules if file is None or m.path == file]
+    lines = _table(patch_set, hunks)
+    if file is not None:
+        lines += [f"{m.component:<10} {m.path}  {m.what}" for m in modules]
     files = len({hunk.target for hunk in hunks})
     lines.append(
-        f"{len(hunks)} hunks on {files} files, {len(patch_set.modules)} modules, "
+        f"{_count(len(hunks), 'hunk')} on {_count(files, 'file')}, "
+        f"{_count(len(modules), 'module')}, "
         f"SGLang {patch_set.releases[0]} to {patch_set.releases[-1]}"
     )
     data = {
@@ -49,17 +59,37 @@ def _all(patch_set: PatchSet, components: tuple[str, ...]) -> Result:
                 "releases": str(module.releases),
                 "what": module.what,
             }
-            for module in patch_set.modules
+            for module in modules
         ],
         "releases": [str(release) for release in patch_set.releases],
     }
     return Result(lines=lines, data=data)
 
 
+def _table(patch_set: PatchSet, hunks: list[Hunk]) -> list[str]:
+    width = max((len(hunk.identity) for hunk in hunks), default=0)
+    lines = []
+    for hunk in hunks:
+        served = [r for r in patch_set.releases if _serves(patch_set, hunk, r)]
+        span = f"{served[0]} to {served[-1]}" if len(served) > 1 else str(served[0])
+        head = f"{hunk.component:<10} {hunk.identity:<{width}}"
+        lines.append(f"{head}  {span:<16} {hunk.target}  {hunk.message}")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _serves(patch_set: PatchSet, hunk: Hunk, release: Version) -> bool:
+    return any(h.serves(release) for h in patch_set.identities[hunk.identity])
+
+
 def _one(patch_set: PatchSet, name: str) -> Result:
     variants = patch_set.identities.get(name.partition("@")[0])
     if variants is None:
-        known = ", ".join(patch_set.identities)
+        near = difflib.get_close_matches(name, patch_set.identities, 3, 0)
+        known = f"a name such as {', '.join(near)} ({len(patch_set.identities)} in all)"
         refuse("U002", what="hunk", name=name, known=known)
     lines = [line for hunk in variants for line in _describe(hunk)]
     return Result(lines=lines, data=hunk_data(patch_set, variants[0]))

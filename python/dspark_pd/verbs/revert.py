@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from dspark_pd import changes, fsops
-from dspark_pd.errors import Refused, from_os_error
+from dspark_pd.errors import Problem, Refused, from_os_error
 from dspark_pd.lock import locked
+from dspark_pd.matching import names_our_module, unrecorded
 from dspark_pd.plan import PlannedFile
 from dspark_pd.result import Result
 from dspark_pd.state import StateFolder
@@ -19,11 +20,12 @@ EDITED_SUFFIX = ".edited"
 
 
 def run(options: Namespace) -> Result:
-    """Revert needs no hunks and no known release unless a part stays applied."""
+    """Revert needs no known release unless a part stays applied."""
     target = find_target(options.target)
     with locked(target.root):
         survey = Survey(target, options.discard_edits)
         refuse_any(survey.problems())
+        refuse_any(_unrecorded(survey, options))
         edited = [s for s in survey.seen.values() if s.condition == "edited"]
         kept = [] if survey.updated else _keep_edits(survey, edited)
         result = _revert(survey, options)
@@ -33,6 +35,21 @@ def run(options: Namespace) -> Result:
         result.notes += [f"{seen.path} was left as it is" for seen in edited]
     result.data["kept_edits"] = kept
     return result
+
+
+def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
+    """Return E402 for each file that holds our lines while nothing is recorded."""
+    if survey.ledger.entries:
+        return []
+    from dspark_pd.patch_set import load_patch_set
+
+    ids: dict[str, list[str]] = {}
+    for hunk in load_patch_set(options.overlay).hunks:
+        known = ids.setdefault(hunk.target, [])
+        source = survey.current(hunk.target) or b""
+        if hunk.identity not in known and names_our_module(hunk, source):
+            known.append(hunk.identity)
+    return [unrecorded(file, found) for file, found in ids.items() if found]
 
 
 def _revert(survey: Survey, options: Namespace) -> Result:

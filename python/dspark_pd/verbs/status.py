@@ -40,6 +40,7 @@ def run(options: Namespace) -> Result:
         result.problems = [unknown, *edited]
     result.exit_code = _exit_code(context, plan, result.problems, components)
     result.lines = _lines(rows, survey, plan)
+    result.details = _details(plan)
     result.notes = notes(survey, plan) + _applied_notes(survey)
     result.data = _data(survey, components, rows)
     return result
@@ -89,11 +90,14 @@ def _exit_code(
 
 def _lines(rows: list[dict[str, str]], survey: Survey, plan: Plan) -> list[str]:
     width = max((len(row["id"]) for row in rows), default=0)
+    part = max((len(row["component"]) for row in rows), default=0)
     lines = []
     for row in rows:
-        tail = f"  ({row['detail']})" if row["detail"] else ""
-        state, identity, file = row["state"], row["id"], row["file"]
-        lines.append(f"{state:<15} {identity:<{width}}  {file}{tail}")
+        # The state stands in front already.
+        detail = row["detail"].removeprefix(f"{row['state']} ")
+        tail = f"  ({detail})" if detail else ""
+        head = f"{row['state']:<15} {row['component']:<{part}} {row['id']:<{width}}"
+        lines.append(f"{head}  {row['file']}{tail}")
     added = [file for file in plan.files.values() if file.kind == "add"]
     present = sum(survey.current(file.path) == file.desired for file in added)
     counts: dict[str, int] = {}
@@ -101,6 +105,20 @@ def _lines(rows: list[dict[str, str]], survey: Survey, plan: Plan) -> list[str]:
         counts[row["state"]] = counts.get(row["state"], 0) + 1
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     lines.append(f"hunks: {summary or 'none'}; modules: {present} of {len(added)}")
+    return lines
+
+
+def _details(plan: Plan) -> list[str]:
+    """What each hunk does, and until when it is needed."""
+    lines = []
+    for choice in plan.choices:
+        kind, argument = choice.hunk.drop_when
+        lines += [
+            "",
+            f"{choice.identity}  {choice.hunk.message}",
+            f"  releases  {choice.hunk.releases}",
+            f"  drop when {kind}: {argument}",
+        ]
     return lines
 
 
