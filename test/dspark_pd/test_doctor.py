@@ -255,6 +255,11 @@ def test_rings_of_deepseek_v4(bench: Bench) -> None:
     capture = f"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1 {tail}"
     spec = "--speculative-algorithm DSPARK --speculative-num-draft-tokens 6"
     decode = command(model, "decode", spec, env=tail)
+    bundled = command(model, "prefill", env=capture)
+    assert "PD-RING" not in bench.codes(bundled, decode), "its block size tells"
+    assert "PD-RING" in bench.codes(command(model, "prefill"), decode)
+    apart = {k: v for k, v in V4.items() if not k.startswith("dspark")}
+    model = bench.model("v4-apart", apart)
     assert "PD-RING" in bench.codes(command(model, "prefill", env=capture), decode)
     told = f"{capture} SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS=6"
     assert "PD-RING" not in bench.codes(command(model, "prefill", env=told), decode)

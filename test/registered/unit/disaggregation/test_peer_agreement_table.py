@@ -59,6 +59,7 @@ def without_length(description):
 
 COLD_OK = {**NATIVE, "allow_cold_draft": True}
 V4 = {"attention": "compressed_mla"}
+MOONCAKE = {"backend": "mooncake", "kv_layer_ids": False}
 
 # code -> (decode, prefill) for which exactly this row decides first
 CASES = {
@@ -81,14 +82,18 @@ CASES = {
         {**NATIVE, "kv_entries": 12},
     ),
     "PD-BACKEND": (NATIVE, {**NATIVE, "backend": "mooncake"}),
-    "PD-TARGET": (NATIVE, {**NATIVE, "target": "T layers=5"}),
+    "PD-TARGET": (NATIVE, {**NATIVE, "target": {"architecture": "T", "layers": 5}}),
     "PD-PAGE-SIZE": (NATIVE, {**NATIVE, "page_size": 64}),
     "PD-KV-DTYPE": (NATIVE, {**NATIVE, "kv_dtype": "fp8_e4m3"}),
     "PD-KV-STORAGE": (
         {**NATIVE, "kv_storage": "float32"},
         {**NATIVE, "kv_storage": "bfloat16"},
     ),
-    "PD-AUX": (NATIVE, {**NATIVE, "aux": [*NATIVE["aux"], "kv_checksum"]}),
+    "PD-AUX": (NATIVE, {**NATIVE, "aux": ["output_ids", "mask", "bootstrap_room"]}),
+    "PD-AUX-CHECKSUM": (
+        NATIVE,
+        {**NATIVE, "aux": [*NATIVE["aux"], "kv_checksum:64"]},
+    ),
     "PD-TP": ({**NATIVE, "tp": 2}, {**NATIVE, "tp": 3}),
     "PD-PP": ({**NATIVE, "pp": 2}, {**NATIVE, "pp": 4}),
     "PD-CP": ({**NATIVE, "cp": 2}, NATIVE),
@@ -100,12 +105,19 @@ CASES = {
         {**TAIL_DECODE, **V4, "rings": {"4": 16}},
         {**TAIL_PREFILL, **V4, "rings": {"4": 8}},
     ),
+    "PD-COLD-LAYERS": (
+        {**COLD_OK, **MOONCAKE, "draft": {"layers": 4}},
+        {**PLAIN, **MOONCAKE},
+    ),
     "PD-COLD-DRAFT": (NATIVE, PLAIN),
     "PD-COLD-DRAFT-ALLOWED": (COLD_OK, PLAIN),
     "PD-DRAFT-ONLY-ON-PREFILL": (PLAIN, NATIVE),
     "PD-ALGORITHM": (NATIVE, {**PLAIN, "algorithm": "EAGLE"}),
     "PD-MODE": (NATIVE, TAIL_PREFILL),
-    "PD-DRAFT-GEOMETRY": (NATIVE, {**NATIVE, "draft": "D layers=3"}),
+    "PD-DRAFT-GEOMETRY": (
+        NATIVE,
+        {**NATIVE, "draft": {"architecture": "D", "layers": 3}},
+    ),
     "PD-DRAFT-WEIGHTS": (NATIVE, {**NATIVE, "draft_weights": "bbbb"}),
     "PD-DRAFT-WEIGHTS-UNKNOWN": (NATIVE, {**NATIVE, "draft_weights": None}),
     "PD-DRAFT-KV-DTYPE": (NATIVE, {**NATIVE, "draft_kv_dtype": "fp8_e4m3"}),
@@ -167,6 +179,13 @@ class TestRows(CustomTestCase):
             with self.subTest(code):
                 for side, description in (("prefill", prefill), ("decode", decode)):
                     value = look_up(description, rule.about)
+                    if isinstance(value, dict):
+                        [(key, part)] = (
+                            value.items()
+                            if len(value) == 1
+                            else [("layers", value["layers"])]
+                        )
+                        value = f"({key}={part})"
                     shown = rule.absent if value is None else str(value)
                     self.assertIn(f"{side} has {rule.about}={shown}", text)
                 self.assertIn("Consequence: ", text)
@@ -222,8 +241,154 @@ class TestAuxLayout(CustomTestCase):
         self.assertEqual(refusal(wide, NATIVE).code, "PD-AUX")
 
     def test_names_count_always(self):
-        more = {**PLAIN, "aux": [*PLAIN["aux"], "kv_checksum:64"]}
+        more = {**PLAIN, "aux": [*PLAIN["aux"], "sampling_mask:64"]}
         self.assertEqual(refusal(more, PLAIN).code, "PD-AUX")
+
+    def test_a_checksum_on_either_engine_is_a_warning_while_it_is_last(self):
+        more = {**PLAIN, "aux": [*PLAIN["aux"], "kv_checksum:64"]}
+        for pair in ((more, PLAIN), (PLAIN, more)):
+            self.assertEqual([v.code for v in decide(*pair)], ["PD-AUX-CHECKSUM"])
+        first = {**PLAIN, "aux": ["kv_checksum:64", *PLAIN["aux"]]}
+        self.assertEqual(refusal(first, PLAIN).code, "PD-AUX")
+
+    def test_a_checksum_before_a_tail_is_refused(self):
+        more = {**TAIL_PREFILL, "aux": [*PLAIN["aux"], "kv_checksum:64"]}
+        self.assertEqual(refusal(TAIL_DECODE, more).code, "PD-AUX")
+
+
+class TestStages(CustomTestCase):
+    """A pipelined prefill and a whole decode: how a stage finds its layers."""
+
+    NO_IDS = {"kv_layer_ids": False}
+
+    def codes(self, decode, prefill, **pairing):
+        prefill = {**prefill, "pp": 2, **pairing}
+        return [verdict.code for verdict in decide(decode, prefill)]
+
+    def test_positions_serve_without_ids(self):
+        plain = {**PLAIN, **V4, **self.NO_IDS}
+        self.assertEqual(self.codes(plain, plain, stage_pairing="position"), [])
+
+    def test_a_guess_serves_until_there_is_a_draft(self):
+        plain = {**PLAIN, **MOONCAKE}
+        self.assertEqual(self.codes(plain, plain, stage_pairing="guess"), [])
+        eagle = {**plain, "algorithm": "EAGLE"}
+        self.assertIn(
+            "PD-PP-LAYER-IDS", self.codes(eagle, plain, stage_pairing="guess")
+        )
+        ngram = {**plain, "algorithm": "NGRAM"}
+        self.assertEqual(self.codes(ngram, plain, stage_pairing="guess"), [])
+
+    def test_ids_on_one_engine_only_are_refused(self):
+        without = {**PLAIN, **self.NO_IDS}
+        for pair in ((without, PLAIN), (PLAIN, without)):
+            self.assertEqual(
+                self.codes(*pair, stage_pairing="guess"), ["PD-PP-LAYER-IDS"]
+            )
+
+    def test_what_is_not_known_is_not_refused(self):
+        plain = {**PLAIN, **self.NO_IDS}
+        self.assertEqual(self.codes(plain, plain, stage_pairing=None), [])
+
+    def test_equal_stages_pair_with_themselves(self):
+        plain = {**PLAIN, **self.NO_IDS, "pp": 2}
+        self.assertEqual(self.codes(plain, plain), [])
+
+
+class TestUnequalTensorParallel(CustomTestCase):
+    def code(self, attention, draft_attention, heads):
+        changes = {
+            "attention": attention,
+            "draft_attention": draft_attention,
+            "draft_heads": heads,
+            "target_heads": [8, 64],
+        }
+        decode = {**NATIVE, **changes, "tp": 2}
+        found = refusal(decode, {**NATIVE, **changes})
+        return found and found.code
+
+    def test_a_dense_draft_of_an_mla_target_is_refused(self):
+        for attention in ("mla", "compressed_mla"):
+            self.assertEqual(self.code(attention, "mha", [8, 64]), "PD-DRAFT-HEADS")
+            self.assertIsNone(self.code(attention, "mha", [1, 64]))
+            self.assertIsNone(self.code(attention, attention, [8, 64]))
+
+    def test_a_draft_of_the_targets_heads_is_served(self):
+        self.assertIsNone(self.code("mha", "mha", [8, 64]))
+        self.assertEqual(self.code("mha", "mha", [4, 64]), "PD-DRAFT-HEADS")
+
+
+class TestDraftDtype(CustomTestCase):
+    def codes(self, **prefill):
+        decode = {**NATIVE, "draft_kv_storage": "bfloat16", "draft_kv_dtype": "auto"}
+        return [v.code for v in decide(decode, {**NATIVE, **prefill})]
+
+    def test_pools_count_not_flags(self):
+        pool = {"draft_kv_storage": "bfloat16", "draft_kv_dtype": "bfloat16"}
+        self.assertEqual(self.codes(**pool), [])
+        pool = {"draft_kv_storage": "float8_e4m3fn", "draft_kv_dtype": "auto"}
+        self.assertEqual(self.codes(**pool), ["PD-DRAFT-KV-DTYPE"])
+
+    def test_flags_count_where_a_pool_is_not_known(self):
+        self.assertEqual(self.codes(draft_kv_dtype="fp8_e4m3"), ["PD-DRAFT-KV-DTYPE"])
+
+
+EAGLE = {**PLAIN, "algorithm": "EAGLE", "mode": "none"}
+QUANTISED = {"kv_dtype": "auto", "kv_storage": "float8_e4m3fn"}
+# What stock SGLang serves must not be refused: name -> (decode, prefill).
+NOT_REFUSED = {
+    "stock EAGLE decode": ({**UNPATCHED, "kv_entries": 10}, {**PLAIN, "kv_entries": 8}),
+    "stock EAGLE pair": ({**UNPATCHED, "kv_entries": 10}, {**EAGLE, "kv_entries": 10}),
+    "stock Ascend decode": (
+        {**UNPATCHED, "kv_entries": 24},
+        {**PLAIN, "backend": "ascend", "kv_entries": 16},
+    ),
+    "stock decode on Ascend with native draft": (
+        {**UNPATCHED, "kv_entries": 4},
+        {**NATIVE, "backend": "ascend", "kv_entries": 16},
+    ),
+    "stock plain prefill": (PLAIN, {**UNPATCHED, "page_size": 1, "tp": 1}),
+    "EAGLE on decode alone": (EAGLE, PLAIN),
+    "EAGLE on both": (EAGLE, EAGLE),
+    "plain PP 2 on Mooncake": (
+        {**PLAIN, **MOONCAKE},
+        {**PLAIN, **MOONCAKE, "pp": 2, "stage_pairing": "guess"},
+    ),
+    "DeepSeek-V4 PP 2": (
+        {**PLAIN, **V4, "kv_layer_ids": False},
+        {**PLAIN, **V4, "kv_layer_ids": False, "pp": 2, "stage_pairing": "position"},
+    ),
+    "checksum on prefill alone": (
+        PLAIN,
+        {**PLAIN, "aux": [*PLAIN["aux"], "kv_checksum:64"]},
+    ),
+    "checksum on decode alone": (
+        {**NATIVE, "aux": [*NATIVE["aux"], "kv_checksum:64"]},
+        NATIVE,
+    ),
+    "an older release without the newer facts": (
+        NATIVE,
+        {k: v for k, v in NATIVE.items() if k not in ("stage_pairing", "admits")},
+    ),
+    "tensor parallel 4 to 2": ({**PLAIN, "tp": 2}, {**PLAIN, "tp": 4}),
+    "data-parallel attention on decode": ({**PLAIN, "dp": 4, "tp": 1}, PLAIN),
+    "quantised target": ({**PLAIN, **QUANTISED}, {**PLAIN, **QUANTISED}),
+    "draft dtype named on one engine": (
+        {**NATIVE, "draft_kv_dtype": "auto", "draft_kv_storage": "bfloat16"},
+        {**NATIVE, "draft_kv_dtype": "bfloat16", "draft_kv_storage": "bfloat16"},
+    ),
+    "a config object's defaults": (
+        {**PLAIN, "target": {**PLAIN["target"], "head_dim": 128}},
+        PLAIN,
+    ),
+}
+
+
+class TestFalseRefusals(CustomTestCase):
+    def test_what_works_is_not_refused(self):
+        for name, (decode, prefill) in NOT_REFUSED.items():
+            with self.subTest(name):
+                self.assertIsNone(refusal(decode, prefill))
 
 
 class TestAllPairs(CustomTestCase):

@@ -9,8 +9,13 @@ and looks again after a second; decode's description travels in its registration
 from __future__ import annotations
 
 import dataclasses
+import http.client
+import http.server
 import inspect
 import json
+import socket
+import threading
+import time
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -29,7 +34,13 @@ from peer_fixtures import (
 )
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import conn, peer_agreement
+from sglang.srt.disaggregation.common import (
+    conn,
+    engine_facts,
+    peer_agreement,
+    peer_background,
+    prefill_check,
+)
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
@@ -148,7 +159,27 @@ class TestBootstrapExchange(_WithServer):
         self.prefill(pp_rank=0, pp_size=2)
         self.prefill({**NATIVE, "draft_weights": "bbbb"}, pp_rank=1, pp_size=2)
         kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
-        self.assertIn("draft_weights: aaaa and bbbb", kept["conflict"])
+        self.assertEqual(kept["conflict"], "draft_weights: aaaa and bbbb")
+
+    def test_a_rank_started_again_clears_its_old_conflict(self):
+        self.prefill(pp_rank=0, pp_size=2)
+        self.prefill({**NATIVE, "draft_weights": "bbbb"}, pp_rank=1, pp_size=2)
+        self.prefill(pp_rank=1, pp_size=2)
+        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
+        self.assertEqual(kept, NATIVE)
+
+    def test_what_one_rank_does_not_know_is_not_known_and_no_conflict(self):
+        unreadable = {k: v for k, v in NATIVE.items() if k != "draft_weights"}
+        self.prefill({**NATIVE, "allow_cold_draft": True}, pp_rank=0, pp_size=2)
+        self.prefill({**unreadable, "allow_cold_draft": False}, pp_rank=1, pp_size=2)
+        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
+        self.assertEqual(kept, {**unreadable, "allow_cold_draft": False})
+
+    def test_a_payload_that_is_no_description_is_ignored(self):
+        server = SimpleNamespace()
+        for payload in ([], None, {}, {peer_agreement.PAYLOAD_KEY: [1]}):
+            peer_agreement._keep(server, payload)
+        self.assertFalse(hasattr(server, "peer_description"))
 
     def test_a_prefill_without_description_gets_no_header(self):
         self.prefill(None)
@@ -168,14 +199,14 @@ class TestDecodeRefuses(_WithServer):
         self.prefill()
         decode = self.decode()
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
-        self.assertIsNone(peer_agreement.refusal_of(decode, self.addr))
+        self.assertIsNone(prefill_check.refusal_of(decode, self.addr))
         self.assertEqual(decode.prefill_info_table[self.addr].target_pp_ranks, [0])
 
     def test_page_size_is_refused_not_raised(self):
         self.prefill({**NATIVE, "page_size": 64}, page_size=64)
         decode = self.decode()
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
-        refused = peer_agreement.refusal_of(decode, self.addr)
+        refused = prefill_check.refusal_of(decode, self.addr)
         self.assertIn(
             "prefill has page_size=64, decode has page_size=1", refused.reason
         )
@@ -184,16 +215,16 @@ class TestDecodeRefuses(_WithServer):
         self.prefill(None, page_size=64)
         decode = self.decode(PLAIN)
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
-        refused = peer_agreement.refusal_of(decode, self.addr)
+        refused = prefill_check.refusal_of(decode, self.addr)
         self.assertIn("[PD-PAGE-SIZE]", refused.reason)
-        self.assertFalse(refused.prefill_is_patched)
+        self.assertFalse(refused.admits)
 
     def test_what_only_upstream_checks_is_refused_not_raised(self):
         self.prefill()
         decode = self.decode()
         decode.dcp_size = 2  # upstream raises: decode DCP needs an MLA pool
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
-        refused = peer_agreement.refusal_of(decode, self.addr)
+        refused = prefill_check.refusal_of(decode, self.addr)
         self.assertIn("[PD-UPSTREAM] PD decode DCP requires", refused.reason)
 
     def test_refused_request_fails_with_both_values(self):
@@ -210,13 +241,38 @@ class TestDecodeRefuses(_WithServer):
         self.assertEqual(told[:2], [peer_agreement.REFUSED_TAG, b"7"])
         self.assertIn(b"[PD-DRAFT-WEIGHTS]", told[2])
 
+    def test_prefill_that_does_not_admit_is_told_in_its_own_words(self):
+        """One that describes itself may still lack the component that reads refusals."""
+        prefill = self.prefill(
+            {k: v for k, v in PLAIN.items() if k != "admits"} | {"page_size": 64},
+            page_size=64,
+        )
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        self.request(decode)
+        self.assertTrue(prefill.server_socket.poll(5000))
+        self.assertEqual(prefill.server_socket.recv_multipart(), [b"ABORT", b"7"])
+
+    def test_contacts_are_kept_for_the_next_refusal(self):
+        self.prefill({**NATIVE, "draft_weights": "bbbb"})
+        decode = self.decode()
+        decode.try_ensure_parallel_info(self.addr)
+        self.request(decode)
+        before = prefill_check.refusal_of(decode, self.addr)
+        self.assertTrue(wait_for(lambda: before.contacts.get(0, (0, []))[1]))
+        before.since -= 60
+        decode.try_ensure_parallel_info(self.addr)
+        after = prefill_check.refusal_of(decode, self.addr)
+        self.assertIsNot(after, before)
+        self.assertEqual(after.contacts, before.contacts)
+
     def test_unpatched_prefill_is_told_in_its_own_words(self):
         prefill = self.prefill(None)
         decode = self.decode()
         decode.try_ensure_parallel_info(self.addr)
         self.request(decode)
         self.assertIn("[PD-UNPATCHED-PREFILL]", self.reason(decode))
-        for _ in range(1 + len(peer_agreement._ABORT_AGAIN_S)):
+        for _ in range(1 + len(prefill_check._ABORT_AGAIN_S)):
             told = prefill.server_socket
             self.assertTrue(told.poll(5000), "an early abort is dropped upstream")
             self.assertEqual(told.recv_multipart(), [b"ABORT", b"7"])
@@ -241,27 +297,27 @@ class TestDecodeRefuses(_WithServer):
                 decode.prefill_info_table.clear()
                 self.assertTrue(decode.try_ensure_parallel_info(self.addr))
         self.assertEqual(sum("COLD-DRAFT-ALLOWED" in line for line in logs.output), 1)
-        self.assertIsNone(peer_agreement.refusal_of(decode, self.addr))
+        self.assertIsNone(prefill_check.refusal_of(decode, self.addr))
 
     def test_a_prefill_restarted_with_other_flags_is_looked_at_again(self):
         self.prefill({**NATIVE, "draft_weights": "bbbb"})
         decode = self.decode()
         decode.try_ensure_parallel_info(self.addr)
         self.server.peer_description = NATIVE
-        refused = peer_agreement.refusal_of(decode, self.addr)
-        refused.since -= peer_agreement._REFUSAL_MAX_AGE_S + 0.1
+        refused = prefill_check.refusal_of(decode, self.addr)
+        refused.since -= prefill_check._LOOK_AGAIN_S + 0.1
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
-        self.assertIsNone(peer_agreement.refusal_of(decode, self.addr))
+        self.assertIsNone(prefill_check.refusal_of(decode, self.addr))
 
     def test_a_request_looks_at_an_old_refusal_again(self):
         self.prefill({**NATIVE, "draft_weights": "bbbb"})
         decode = self.decode()
         decode.try_ensure_parallel_info(self.addr)
         self.server.peer_description = NATIVE
-        refused = peer_agreement.refusal_of(decode, self.addr)
-        refused.since -= peer_agreement._REFUSAL_MAX_AGE_S + 0.1
+        refused = prefill_check.refusal_of(decode, self.addr)
+        refused.since -= prefill_check._LOOK_AGAIN_S + 0.1
         receiver = open_receiver(decode, self.addr, 9)
-        self.assertFalse(peer_agreement.refuse_request(receiver, 0))
+        self.assertFalse(prefill_check.refuse_request(receiver, 0))
 
     def test_a_prefill_that_is_down_is_asked_again(self):
         decode = self.decode()
@@ -272,7 +328,7 @@ class TestDecodeRefuses(_WithServer):
         self.prefill({**NATIVE, "tp": "two"})
         decode = self.decode()
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
-        refused = peer_agreement.refusal_of(decode, self.addr)
+        refused = prefill_check.refusal_of(decode, self.addr)
         self.assertIn("[PD-MALFORMED]", refused.reason)
 
     def test_an_engine_without_description_behaves_as_upstream(self):
@@ -280,6 +336,169 @@ class TestDecodeRefuses(_WithServer):
         decode = self.decode(None)
         with self.assertRaisesRegex(RuntimeError, "Page size mismatch"):
             decode.try_ensure_parallel_info(self.addr)
+
+
+class _Liar(http.server.BaseHTTPRequestHandler):
+    """Answers any question with `body` and `header`, in a time of its own."""
+
+    body, header = b"", None
+
+    def do_GET(self):
+        self.send_response(200)
+        if self.header is not None:
+            self.send_header(peer_agreement.HEADER, self.header)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *args):
+        pass
+
+
+class TestHostilePrefill(CustomTestCase):
+    """Decode's scheduler asks the address that a request names, whoever answers."""
+
+    def setUp(self):
+        self.decode = nixl_decode()
+        self.addCleanup(close, self.decode)
+
+    def serve(self, body: bytes, header: str | None = None) -> str:
+        handler = type("Liar", (_Liar,), {"body": body, "header": header})
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return f"127.0.0.1:{server.server_port}"
+
+    def topology(self, **changes) -> bytes:
+        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+        rest = {"page_size": 1, "kv_cache_dtype": "auto", "follow_bootstrap_room": True}
+        return json.dumps(sizes | rest | changes).encode()
+
+    def test_an_answer_that_is_no_topology_is_not_ready(self):
+        deep = b"[" * 30_000
+        for body in (b"[]", b"null", b"3", b"{}", b"", deep, b'{"attn_tp_size": []}'):
+            with self.subTest(body[:20]):
+                found = self.decode.try_ensure_parallel_info(self.serve(body))
+                self.assertIs(found, False)
+        self.assertEqual(self.decode.prefill_info_table, {})
+
+    def test_addresses_that_are_none_are_not_ready(self):
+        for address in ("", "x", "127.0.0.1:http", "a b:1", "\udcff:1", "[::1:9"):
+            with self.subTest(address):
+                self.assertIs(self.decode.try_ensure_parallel_info(address), False)
+
+    def test_a_header_that_is_no_description_counts_as_none(self):
+        for header in ("[" * 30_000, "[]", "null", "{", "7" * 60_000):
+            address = self.serve(self.topology(), header)
+            with self.subTest(header[:20]):
+                self.assertTrue(self.decode.try_ensure_parallel_info(address))
+                refused = prefill_check.refusal_of(self.decode, address)
+                self.assertIn("[PD-UNPATCHED-PREFILL]", refused.reason)
+
+    def test_descriptions_of_wrong_types_are_refused(self):
+        for change in ({"aux": 3}, {"tp": {}}, {"dspark": 1, "mode": "tail"}):
+            header = json.dumps({**NATIVE, **change})
+            address = self.serve(self.topology(), header)
+            with self.subTest(change):
+                self.assertTrue(self.decode.try_ensure_parallel_info(address))
+                self.assertIsNotNone(prefill_check.refusal_of(self.decode, address))
+
+    def test_an_error_of_our_own_refuses_and_does_not_raise(self):
+        address = self.serve(self.topology())
+        broken = mock.patch.object(prefill_check, "_disagreement", side_effect=KeyError)
+        with broken:
+            self.assertTrue(self.decode.try_ensure_parallel_info(address))
+        refused = prefill_check.refusal_of(self.decode, address)
+        self.assertIn("[PD-INTERNAL]", refused.reason)
+        receiver = open_receiver(self.decode, address, 5)
+        receiver.init(0)
+        self.assertEqual(receiver.poll(), KVPoll.Failed)
+
+
+class TestMutePrefill(CustomTestCase):
+    """An address that accepts connections and says nothing, or too little at a time."""
+
+    def setUp(self):
+        self.decode = nixl_decode()
+        self.addCleanup(close, self.decode)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.addCleanup(self.listener.close)
+        self.addr = "127.0.0.1:%d" % self.listener.getsockname()[1]
+        self.asked = []
+        asks = peer_background.ask
+
+        def counted(*args, **kwargs):
+            self.asked.append(args)
+            return asks(*args, **kwargs)
+
+        patch = mock.patch.object(prefill_check, "ask", counted)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def refuse(self, **changes):
+        info = prefill_check._placeholder()
+        refused = prefill_check.Refusal("no", time.monotonic() - 60, True, **changes)
+        info.peer_refusal = refused
+        self.decode.prefill_info_table[self.addr] = info
+        return refused
+
+    def test_refused_requests_do_not_wait_for_it(self):
+        refused = self.refuse()
+        began = time.monotonic()
+        for room in range(5):
+            receiver = open_receiver(self.decode, self.addr, room)
+            receiver.init(0)
+            self.assertEqual(receiver.poll(), KVPoll.Failed)
+        self.assertLess(time.monotonic() - began, 3)
+        time.sleep(peer_background.ANSWER_S + 0.5)
+        self.assertLessEqual(len(self.asked), 2, "one look and one try to tell")
+        self.assertGreater(refused.look_again_s, prefill_check._LOOK_AGAIN_S)
+
+    def test_first_contact_is_waited_for_once(self):
+        began = time.monotonic()
+        for _ in range(5):
+            self.assertIs(self.decode.try_ensure_parallel_info(self.addr), False)
+        self.assertLess(time.monotonic() - began, 1.5)
+        self.assertEqual(len(self.asked), 1)
+
+    def test_a_dribbling_answer_is_cut(self):
+        def dribble():
+            connection, _ = self.listener.accept()
+            with connection:
+                while True:
+                    try:
+                        connection.sendall(b"H")
+                    except OSError:
+                        return
+                    time.sleep(0.1)
+
+        threading.Thread(target=dribble, daemon=True).start()
+        began = time.monotonic()
+        with self.assertRaises((OSError, http.client.HTTPException)):
+            peer_background.ask(self.addr)
+        self.assertLess(time.monotonic() - began, peer_background.ANSWER_S + 1)
+
+    def test_a_prefill_of_absurd_size_is_not_asked_rank_by_rank(self):
+        self.refuse()
+        info = self.decode.prefill_info_table[self.addr]
+        info.attn_tp_size = 10**9
+        receiver = open_receiver(self.decode, self.addr, 1)
+        with self.assertRaisesRegex(ValueError, "ranks"):
+            prefill_check._contacts(receiver, info.peer_refusal, 0)
+        self.assertEqual(self.asked, [])
+
+    def test_background_work_is_bounded(self):
+        work = peer_background.Background(max_keys=1, max_waiting=2)
+        release = threading.Event()
+        first = work.submit("a", release.wait)
+        self.assertTrue(wait_for(lambda: not work._queues["a"]))
+        waiting = [work.submit("a", lambda: 1) for _ in range(3)]
+        self.assertEqual([f is None for f in waiting], [False, False, True])
+        self.assertIsNone(work.submit("b", lambda: 1))
+        release.set()
+        self.assertEqual([f.result(5) for f in (first, *waiting[:2])], [True, 1, 1])
+        self.assertTrue(wait_for(lambda: work._queues == {}), "a queue was left")
 
 
 class TestRegistrationFrame(CustomTestCase):
@@ -357,13 +576,14 @@ class TestDescribe(CustomTestCase):
         with (
             patch_existing(module, **patches),
             mock.patch.object(
-                peer_agreement, "_describe_rank", lambda *args: seen.append(args) or {}
+                engine_facts, "_describe_rank", lambda *args: seen.append(args) or {}
             ),
             self.assertRaises(_Stop),
         ):
             queue_class._init_kv_manager(queue)
         self.assertEqual(len(seen), 1, "the engine was not described")
         self.assertIs(seen[0][0], queue.scheduler)
+        self.assertIs(seen[0][3], queue, "the queue holds pools and buffers")
         return seen[0][1]
 
     def test_prefill_queue_describes_its_engine(self):
@@ -405,8 +625,8 @@ class TestDescribe(CustomTestCase):
 
     def test_an_engine_that_cannot_describe_itself_still_starts(self):
         kv_args = SimpleNamespace()
-        with self.assertLogs(peer_agreement.logger, "ERROR"):
-            peer_agreement.describe_engine(object(), "prefill", kv_args, None)
+        with self.assertLogs(engine_facts.logger, "ERROR"):
+            engine_facts.describe_engine(object(), "prefill", kv_args, None)
         self.assertIsNone(kv_args.peer_description)
 
 

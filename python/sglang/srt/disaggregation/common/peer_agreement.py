@@ -1,15 +1,12 @@
 """Agreement between a prefill and a decode engine, before and during traffic.
 
 Life cycle:
-1. Each engine describes itself when it builds its KV manager (`describe_engine`).
+1. Each engine describes itself when it builds its KV manager (`engine_facts.py`).
 2. Prefill publishes its description at the bootstrap server; the server hands it on in
    a response header, which a decode without this agreement ignores (`publish`,
    `serve_descriptions`).
-3. Decode compares on first contact (`ensure_prefill`). A refused prefill is never
-   registered with: each of its requests fails at once with the reason
-   (`refuse_request`), and prefill is told, so that both logs and the client name both
-   values. A refusal is looked at again when it is older than a second, so a prefill
-   restarted with other flags works without restarting decode.
+3. Decode compares on first contact and refuses a prefill that does not fit
+   (`prefill_check.py`).
 4. Decode's description travels in its registration message (`add_description`); what
    prefill does with it is in `peer_admission.py`.
 
@@ -18,27 +15,19 @@ Nothing here raises into a scheduler loop.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import os
-import threading
 import time
 from typing import Any
 
-import requests
-import zmq
 from aiohttp import web
 
-from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.peer_agreement_rules import decide
 from sglang.srt.disaggregation.common.peer_agreement_table import (
     REFUSE,
-    UNPATCHED,
     Description,
     Verdict,
 )
-from sglang.srt.disaggregation.common.peer_description import describe, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -49,131 +38,18 @@ REFUSED_TAG = b"PEER_REFUSED"
 BACKENDS_WITH_ADMISSION = ("nixl", "mooncake")
 # Facts of one rank, meaningless to the ranks of the other engine.
 _RANK_FACTS = ("kv_entries", "draft_entries")
-_REFUSAL_MAX_AGE_S = 1.0
-_HTTP_TIMEOUT_S = 2.0
-_MAX_REASON_BYTES = 2048
+# Each rank's own permission; not something that ranks must agree on.
+_SWITCHES = ("allow_cold_draft", "allow_partial_context")
+_RANK_KEYS = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank")
+_MAX_RANKS = 4096
 _MAX_SAID = 4096
-# A prefill without this agreement drops an abort that comes before its request.
-_ABORT_AGAIN_S = (0.3, 1.0)
-_MAX_TIMERS = 512
-
-
-@dataclasses.dataclass
-class Refusal:
-    """Why decode will not work with one prefill, and whom to tell."""
-
-    reason: str
-    since: float
-    prefill_is_patched: bool
-    contacts: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_stale(self) -> bool:
-        return time.monotonic() - self.since > _REFUSAL_MAX_AGE_S
-
-
-# -- describing the running engine ----------------------------------------------------
-
-
-def describe_engine(scheduler: Any, role: str, kv_args: Any, buffers: Any) -> None:
-    """Attach this rank's description to `kv_args`, before its KV manager is built.
-
-    An engine that cannot describe itself starts all the same and is treated as one
-    without this agreement.
-    """
-    try:
-        kv_args.peer_description = _describe_rank(scheduler, role, kv_args, buffers)
-    except Exception:
-        logger.exception("This engine cannot describe itself to its peers")
-        kv_args.peer_description = None
-
-
-def _describe_rank(scheduler, role, kv_args, buffers) -> Description:
-    args = _resolved_args(scheduler.server_args)
-    model_config = scheduler.model_config
-    target_config = model_config.hf_config.to_dict()
-    description = describe(
-        args,
-        role=role,
-        target_config=target_config,
-        draft_config=read_config(args.get("speculative_draft_model_path")),
-        environ=os.environ,
-    )
-    handoff = _describe_handoff(role, scheduler.server_args, model_config)
-    description.update(
-        page_size=int(kv_args.page_size),
-        kv_dtype=kv_args.kv_cache_dtype_str,
-        kv_storage=_storage_dtype(kv_args, scheduler),
-        aux=aux_layout(buffers),
-        kv_layer_ids=bool(getattr(kv_args, "kv_layer_ids", None)),
-        kv_entries=len(kv_args.kv_item_lens),
-        draft_entries=int(getattr(kv_args, "num_draft_entries", 0)),
-    )
-    if handoff is not None:
-        description["mode"] = handoff["mode"]
-        description["dspark"] = handoff
-    return json.loads(json.dumps(description, default=str))
-
-
-def _resolved_args(server_args: Any) -> dict[str, Any]:
-    try:
-        from sglang.srt.arg_groups.overrides import resolved_view
-
-        view = resolved_view(server_args)
-    except ImportError:  # releases without deferred resolution
-        view = server_args
-    names = [
-        "disaggregation_transfer_backend",
-        "speculative_algorithm",
-        "page_size",
-        "tp_size",
-        "speculative_num_draft_tokens",
-        "speculative_draft_model_path",
-        "model_path",
-        "dp_size",
-        "speculative_draft_kv_cache_dtype",
-        "kv_cache_dtype",
-        "pp_size",
-        "attn_cp_size",
-        "dcp_size",
-        "enable_dp_attention",
-    ]
-    return {name: getattr(view, name, None) for name in names}
-
-
-def _describe_handoff(role: str, server_args: Any, model_config: Any) -> dict | None:
-    """The hand-over's own part of the description; None where it is not installed."""
-    try:
-        from sglang.srt.speculative.dspark_components import dspark_handoff
-    except ImportError:
-        return None
-    describe_role = getattr(dspark_handoff, f"describe_{role}", None)
-    return describe_role(server_args, model_config) if describe_role else None
-
-
-def _storage_dtype(kv_args: Any, scheduler: Any) -> str | None:
-    """dtype of the KV pool itself; ``--kv-cache-dtype auto`` follows ``--dtype``."""
-    allocator = getattr(scheduler, "token_to_kv_pool_allocator", None)
-    pool = allocator.get_kvcache() if hasattr(allocator, "get_kvcache") else None
-    dtype = getattr(pool, "dtype", None)
-    return str(dtype).removeprefix("torch.") if dtype is not None else None
-
-
-def aux_layout(buffers: Any) -> list[str]:
-    """``name:bytes per slot`` of the metadata buffers, in the order of allocation.
-
-    The sender addresses a slot with its own width, so widths must agree like names.
-    The hand-over's tail is left out: it is the last buffer and its mode covers it.
-    """
-    return [
-        f"{name}:{value[0].nbytes}"
-        for name, value in vars(buffers).items()
-        if hasattr(value, "data_ptr") and "tail" not in name
-    ]
+# A peer that comes under ever new names must not fill the log.
+_SAID_IN_FULL = 20
+_SAY_AGAIN_S = 10.0
 
 
 def own_description(manager: Any) -> Description | None:
-    """What `describe_engine` attached; None for an engine that has none."""
+    """What `engine_facts` attached; None for an engine that has none."""
     return getattr(getattr(manager, "kv_args", None), "peer_description", None)
 
 
@@ -212,7 +88,7 @@ def serve_descriptions(server: Any) -> None:
         if request.path != "/route":
             return await handler(request)
         if request.method == "PUT":
-            _keep(server, (await request.json()).get(PAYLOAD_KEY))
+            _keep(server, await request.json())
         response = await handler(request)
         kept = getattr(server, "peer_description", None)
         if request.method == "GET" and kept is not None:
@@ -222,126 +98,54 @@ def serve_descriptions(server: Any) -> None:
     server.app.middlewares.append(exchange)
 
 
-def _keep(server: Any, description: Description | None) -> None:
-    if description is None:
+def _keep(server: Any, payload: Any) -> None:
+    """Keep a rank's description in place of its former one; renew the engine's."""
+    if not isinstance(payload, dict) or not isinstance(payload.get(PAYLOAD_KEY), dict):
         return
-    kept = getattr(server, "peer_description", None)
-    if kept is None or "conflict" in kept:
-        server.peer_description = kept or description
+    ranks = server.__dict__.setdefault("peer_descriptions", {})
+    rank = tuple(str(payload.get(key)) for key in (*_RANK_KEYS, "pp_rank"))
+    if rank not in ranks and len(ranks) >= _MAX_RANKS:
         return
-    keys = sorted(
-        key for key in kept | description if kept.get(key) != description.get(key)
-    )
-    if keys:
-        parts = [f"{key}: {kept.get(key)} and {description.get(key)}" for key in keys]
-        server.peer_description = {**kept, "conflict": "; ".join(parts)}
-        logger.error("Prefill ranks describe themselves differently: %s", parts)
+    ranks[rank] = payload[PAYLOAD_KEY]
+    before = (getattr(server, "peer_description", None) or {}).get("conflict")
+    server.peer_description = merge_ranks(list(ranks.values()))
+    conflict = server.peer_description.get("conflict")
+    if conflict not in (None, before):
+        logger.error("Prefill ranks describe themselves differently: %s", conflict)
 
 
-# -- decode side ----------------------------------------------------------------------
+def merge_ranks(ranks: list[Description]) -> Description:
+    """One description of an engine from those of its ranks.
 
-
-def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool | None:
-    """Fetch and check a prefill; False when to try again later, None to go on.
-
-    The first statement of ``try_ensure_parallel_info``. A disagreement, ours or one that
-    upstream raises for, becomes a refusal kept on the cached info instead of an
-    exception that ends the engine. To catch the latter this enters the method once more
-    and steps aside there (None).
+    What a rank does not know is not known of the engine; a permission holds if every
+    rank has it; other keys must be equal, or they are named under ``conflict``.
     """
-    if own_description(manager) is None or manager.__dict__.get("peer_check_is_on"):
-        return None
-    table = manager.prefill_info_table
-    refused = refusal_of(manager, bootstrap_addr)
-    if bootstrap_addr in table and (refused is None or not refused.is_stale):
-        return True
-    fetched = _fetch_prefill(bootstrap_addr)
-    if fetched is None:
-        return False
-    info, theirs = fetched
-    reason = _disagreement(manager, bootstrap_addr, info, theirs)
-    if reason is None:
-        table.pop(bootstrap_addr, None)
-        manager.peer_check_is_on = True
-        try:
-            return manager.try_ensure_parallel_info(bootstrap_addr)
-        except Exception as error:
-            reason = f"[PD-UPSTREAM] {error}"
-            logger.exception("Refusing prefill %s", bootstrap_addr)
-        finally:
-            manager.peer_check_is_on = False
-    info.peer_refusal = Refusal(reason, time.monotonic(), bool(theirs.get("version")))
-    table[bootstrap_addr] = info
-    return True
+    shared = set.intersection(*(set(rank) for rank in ranks))
+    merged = {key: value for key, value in ranks[0].items() if key in shared}
+    parts = []
+    for key in merged:
+        values = [rank[key] for rank in ranks]
+        if key in _SWITCHES:
+            merged[key] = all(values)
+        elif any(value != values[0] for value in values):
+            other = next(value for value in values if value != values[0])
+            parts.append(f"{key}: {values[0]} and {other}")
+    return {**merged, "conflict": "; ".join(sorted(parts))} if parts else merged
 
 
-def refusal_of(manager: Any, bootstrap_addr: str) -> Refusal | None:
-    """The refusal cached for a prefill, or None."""
-    return getattr(manager.prefill_info_table.get(bootstrap_addr), "peer_refusal", None)
-
-
-def _fetch_prefill(bootstrap_addr: str):
-    """(PrefillServerInfo, description) of a prefill, or None while it is not up."""
-    from sglang.srt.disaggregation.common.conn import PrefillServerInfo
-
-    query = "&".join(
-        f"{name}=-1"
-        for name in (
-            "prefill_dp_rank",
-            "prefill_cp_rank",
-            "target_tp_rank",
-            "target_pp_rank",
-        )
-    )
-    try:
-        response = requests.get(
-            f"http://{bootstrap_addr}/route?{query}", timeout=_HTTP_TIMEOUT_S
-        )
-        response.raise_for_status()
-        body = response.json()
-        known = {field.name for field in dataclasses.fields(PrefillServerInfo)}
-        info = PrefillServerInfo(**{k: v for k, v in body.items() if k in known})
-    except (requests.RequestException, TypeError, ValueError) as error:
-        logger.error("Prefill %s is not ready: %s", bootstrap_addr, error)
-        return None
-    return info, _description_from(response.headers.get(HEADER), info)
-
-
-def _description_from(header: str | None, info: Any) -> Description:
-    """Prefill's own description, or what an unpatched one shows in its topology."""
-    try:
-        if header is not None:
-            return dict(json.loads(header))
-    except (TypeError, ValueError):
-        logger.error("A prefill sent a malformed description: %.200s", header)
-    return {
-        **UNPATCHED,
-        "page_size": info.page_size,
-        "kv_dtype": info.kv_cache_dtype,
-        "tp": info.attn_tp_size,
-        "pp": info.pp_size,
-        "cp": info.attn_cp_size,
-    }
-
-
-def _disagreement(manager, bootstrap_addr, info, theirs) -> str | None:
-    verdicts = judge(decode=own_description(manager), prefill=theirs)
-    say_once(manager, f"prefill {bootstrap_addr}", verdicts)
-    if verdicts and verdicts[0].severity == REFUSE:
-        return verdicts[0].text
-    return None
+# -- verdicts -------------------------------------------------------------------------
 
 
 def judge(*, decode: Description, prefill: Description) -> list[Verdict]:
     """`decide`, with a description that cannot be compared refused as such."""
     try:
         return decide(decode, prefill)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except Exception as error:
         return [
             Verdict(
                 "PD-MALFORMED",
                 REFUSE,
-                f"a description cannot be compared ({error})",
+                f"a description cannot be compared ({type(error).__name__}: {error})",
                 "neither engine can check the other",
                 "apply the same release of sglang-dspark-pd to both engines",
             )
@@ -357,75 +161,28 @@ def say_once(manager: Any, peer: str, verdicts: list[Verdict]) -> None:
         if len(said) >= _MAX_SAID:
             said.clear()
         said[(peer, verdict.code)] = verdict.message
+        if not may_say(manager, verdict.code):
+            continue
         if verdict.severity == REFUSE:
             logger.error("Refusing %s: %s", peer, verdict.text)
         else:
             logger.warning("About %s: %s", peer, verdict.text)
 
 
-def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
-    """Fail a request whose prefill is refused; False when it may go on.
+def may_say(manager: Any, subject: str) -> bool:
+    """Whether a line about `subject` may be logged: the first ones, then a few.
 
-    The client gets the reason through the ordinary failure path; prefill is told so
-    that it does not hold the request until its bootstrap timeout.
+    Never silent for good, so that a new peer is named sooner or later.
     """
-    manager = receiver.kv_mgr
-    refused = refusal_of(manager, receiver.bootstrap_addr)
-    if refused is not None and refused.is_stale:
-        ensure_prefill(manager, receiver.bootstrap_addr)
-        refused = refusal_of(manager, receiver.bootstrap_addr)
-    if refused is None:
+    counts = manager.__dict__.setdefault("peer_lines", {})
+    if subject not in counts and len(counts) >= _MAX_SAID:
+        counts.clear()
+    count, last = counts.get(subject, (0, 0.0))
+    now = time.monotonic()
+    if count >= _SAID_IN_FULL and now - last < _SAY_AGAIN_S:
         return False
-    manager.record_failure(receiver.bootstrap_room, refused.reason)
-    manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
-    receiver.conclude_state = KVPoll.Failed
-    try:
-        _tell_prefill(receiver, refused, prefill_dp_rank)
-    except Exception:
-        logger.exception("Could not tell prefill about a refused request")
+    counts[subject] = (count + 1, now)
     return True
-
-
-def _tell_prefill(receiver: Any, refused: Refusal, dp_rank: int) -> None:
-    if dp_rank not in refused.contacts:
-        refused.contacts[dp_rank] = _contacts(receiver, dp_rank)
-    contacts = refused.contacts[dp_rank]
-    room = str(receiver.bootstrap_room).encode("ascii")
-    receiver.abort_notified = True
-    if refused.prefill_is_patched:
-        reason = refused.reason.encode("utf-8")[:_MAX_REASON_BYTES]
-        _send_to(receiver, contacts, [REFUSED_TAG, room, reason])
-        return
-    _send_to(receiver, contacts, [b"ABORT", room])
-    if sum(isinstance(t, threading.Timer) for t in threading.enumerate()) < _MAX_TIMERS:
-        for delay in _ABORT_AGAIN_S:
-            timer = threading.Timer(
-                delay, _send_to, (receiver, contacts, [b"ABORT", room])
-            )
-            timer.daemon = True
-            timer.start()
-
-
-def _send_to(receiver: Any, contacts: list[dict], message: list[bytes]) -> None:
-    for contact in contacts:
-        sock, lock = receiver._connect_to_bootstrap_server(contact)
-        try:
-            with lock:
-                sock.send_multipart(message, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("Prefill rank %s was not told: %s", contact, error)
-
-
-def _contacts(receiver: Any, dp_rank: int) -> list[dict]:
-    """Every rank of the prefill that may hold the request."""
-    info = receiver.kv_mgr.prefill_info_table[receiver.bootstrap_addr]
-    found = [
-        receiver._get_bootstrap_info_from_server(dp_rank, cp, tp, pp)
-        for cp in range(info.attn_cp_size)
-        for tp in range(info.attn_tp_size)
-        for pp in range(info.pp_size)
-    ]
-    return [contact for contact in found if contact is not None]
 
 
 # -- exchange 2: decode -> prefill ----------------------------------------------------

@@ -32,11 +32,18 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "as the text says; before this set such an error ended the decode engine",
     ),
     RuntimeCode(
+        "PD-INTERNAL",
+        "decode",
+        "checking a prefill failed in an unforeseen way; the error follows the code",
+        "report it with decode's log; requests to other prefills are served",
+    ),
+    RuntimeCode(
         "PD-NOT-REGISTERED",
         "prefill",
         "metadata came from a decode that prefill does not know, as after a restart of "
         "prefill",
-        "nothing to do if it happens once; otherwise look for what drops registrations",
+        "nothing to do if it happens once: a decode with this set registers again at "
+        "its next request; restart another decode",
     ),
     RuntimeCode(
         "PD-REGISTRATION",

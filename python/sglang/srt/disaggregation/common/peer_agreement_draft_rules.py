@@ -19,6 +19,7 @@ from .peer_agreement_table import (
     Pair,
     Rule,
     differs,
+    look_up,
 )
 
 
@@ -37,13 +38,45 @@ def _weights_unknown(pair: Pair) -> bool:
 
 
 def _draft_heads_unsliceable(pair: Pair) -> bool:
-    heads = [pair.decode.get("draft_heads"), pair.decode.get("target_heads")]
+    """With unequal sizes KV is cut for the target, and draft KV along with it.
+
+    An MLA target is not cut at all: each rank's KV is whole, and a dense draft's is not
+    unless it has one head.
+    """
+    if not (pair.native and pair.differ("tp")):
+        return False
+    draft, target = pair.decode.get("draft_heads"), pair.decode.get("target_heads")
+    attention = pair.decode.get("attention")
+    if attention == "mha":
+        return None not in (draft, target) and draft != target
+    is_dense = pair.decode.get("draft_attention") == "mha"
+    return attention is not None and is_dense and draft is not None and draft[0] > 1
+
+
+def _draft_kv_dtypes_clash(pair: Pair) -> bool:
+    """Of the pools where both engines tell, else of the flags."""
+    if not pair.native:
+        return False
+    if None not in pair.both("draft_kv_storage"):
+        return pair.differ("draft_kv_storage")
+    return pair.differ("draft_kv_dtype")
+
+
+def _draft_hides_values(pair: Pair) -> bool:
+    """Mooncake's guess where values begin, for decodes with a draft on one side only.
+
+    Right while the draft has fewer layers than the target.
+    """
+    target = look_up(pair.decode, "target.layers")
+    draft = look_up(pair.decode, "draft.layers")
     return (
-        pair.native
-        and pair.differ("tp")
+        pair.cold
+        and pair.prefill.get("algorithm") is None
+        and pair.decode.get("backend") == "mooncake"
         and pair.decode.get("attention") == "mha"
-        and None not in heads
-        and heads[0] != heads[1]
+        and False in pair.both("kv_layer_ids")
+        and None not in (target, draft)
+        and draft >= target
     )
 
 
@@ -69,7 +102,12 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-COLD-DRAFT",
         REFUSE,
         "mode",
-        lambda p: p.cold and p.prefill.get("algorithm") is None and not p.cold_allowed,
+        lambda p: (
+            p.cold
+            and p.prefill.get("algorithm") is None
+            and not p.cold_allowed
+            and not _draft_hides_values(p)
+        ),
         "decode runs DSPARK but prefill neither runs DSPARK nor captures hidden rows",
         COLD,
         _THREE_WAYS_OUT,
@@ -78,10 +116,25 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-COLD-DRAFT-ALLOWED",
         WARN,
         "mode",
-        lambda p: p.cold and p.prefill.get("algorithm") is None and p.cold_allowed,
+        lambda p: (
+            p.cold
+            and p.prefill.get("algorithm") is None
+            and p.cold_allowed
+            and not _draft_hides_values(p)
+        ),
         f"decode runs DSPARK with a cold draft ({ALLOW_COLD_DRAFT}=1)",
         COLD,
         "start prefill with the draft, or capture the prompt's tail there",
+    ),
+    Rule(
+        "PD-COLD-LAYERS",
+        REFUSE,
+        "kv_layer_ids",
+        _draft_hides_values,
+        "only decode has a draft, it has as many layers as the target or more, and the "
+        "engines do not both report the layers of their KV buffers",
+        "Mooncake then takes draft buffers for the target's values, and output is wrong",
+        "start prefill with --speculative-algorithm DSPARK and the decode engine's draft",
     ),
     Rule(
         "PD-DRAFT-ONLY-ON-PREFILL",
@@ -148,7 +201,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-DRAFT-KV-DTYPE",
         REFUSE,
         "draft_kv_dtype",
-        differs("draft_kv_dtype", when="native"),
+        _draft_kv_dtypes_clash,
         "the engines store draft KV in different dtypes",
         "draft KV bytes would be misread",
         _SAME_FLAG + " of --speculative-draft-kv-cache-dtype",
@@ -158,8 +211,9 @@ DRAFT_RULES: tuple[Rule, ...] = (
         REFUSE,
         "tp",
         _draft_heads_unsliceable,
-        "the tensor-parallel sizes differ and the draft's KV heads are not the target's",
-        "draft KV would be cut at the target's head size",
+        "the tensor-parallel sizes differ and the draft's KV is not laid out like the "
+        "target's",
+        "draft KV would be cut as the target's is",
         "run both engines with the same --tp-size, or hand over a tail instead",
     ),
     Rule(

@@ -17,6 +17,8 @@ from .peer_agreement_table import (
     PEER_DRAFT_TOKENS,
     REFUSE,
     SEVERITIES,
+    STAGES_GUESSED,
+    STAGES_MISSED,
     WARN,
     Description,
     Pair,
@@ -34,11 +36,18 @@ def _is_unpatched_decode(pair: Pair) -> bool:
     return not pair.decode.get("version") and bool(pair.prefill.get("version"))
 
 
-def _unpatched_decode_is_cold(pair: Pair) -> bool:
+def _counts_kv_regions(pair: Pair) -> bool:
+    """Backends on which engines of one model register alike, so that counts compare."""
+    return pair.prefill.get("backend") in ("nixl", "mooncake")
+
+
+def _unpatched_decode_may_be_cold(pair: Pair) -> bool:
     return (
         _is_unpatched_decode(pair)
         and pair.prefill_mode == "none"
+        and _counts_kv_regions(pair)
         and (pair.extra_decode_entries or 0) > 0
+        and not pair.cold_allowed
     )
 
 
@@ -46,17 +55,25 @@ def _unpatched_decode_lacks_draft(pair: Pair) -> bool:
     return (
         _is_unpatched_decode(pair)
         and pair.prefill_mode == "native"
+        and _counts_kv_regions(pair)
         and (pair.extra_decode_entries or 0) < 0
     )
 
 
-def _stages_lack_layer_ids(pair: Pair) -> bool:
-    return (
-        pair.described
-        and (pair.prefill.get("pp") or 1) > (pair.decode.get("pp") or 1)
-        and pair.decode.get("attention") in ("mha", "compressed_mla")
-        and False in pair.both("kv_layer_ids")
-    )
+def _stages_miss_their_layers(pair: Pair) -> bool:
+    if not pair.described or (pair.prefill.get("pp") or 1) <= (
+        pair.decode.get("pp") or 1
+    ):
+        return False
+    ids = pair.both("kv_layer_ids")
+    if None in ids or all(ids):
+        return False
+    pairing = pair.prefill.get("stage_pairing")
+    if any(ids):  # one engine reports ids and the other none: both backends raise
+        return pairing is not None
+    if pairing == STAGES_GUESSED:
+        return pair.has_draft
+    return pairing == STAGES_MISSED
 
 
 def _stages_do_not_pair(pair: Pair) -> bool:
@@ -75,17 +92,32 @@ def _decode_has_context_parallel(pair: Pair) -> bool:
     return (pair.decode.get("cp") or 1) > 1
 
 
+def _checksum_on_one_engine(pair: Pair) -> bool:
+    """One engine has all buffers of the other, then the checksum as its last."""
+    shorter, longer = sorted((aux or [] for aux in pair.both("aux")), key=len)
+    return (
+        pair.described
+        and pair.prefill_mode != "tail"
+        and len(longer) == len(shorter) + 1
+        and longer[:-1] == shorter
+        and longer[-1].partition(":")[0] == CHECKSUM_BUFFER
+    )
+
+
 def _aux_layouts_clash(pair: Pair) -> bool:
     """Names must agree always; widths where DSPARK or a tail is involved.
 
     The draft's hidden state is the one buffer whose width follows the algorithm, and
     what other algorithms do with it on one engine alone is not ours to refuse.
     """
-    if not (pair.described and pair.differ("aux")):
+    if not (pair.described and pair.differ("aux")) or _checksum_on_one_engine(pair):
         return False
     names = [[entry.partition(":")[0] for entry in aux] for aux in pair.both("aux")]
     ours = "DSPARK" in pair.both("algorithm") or pair.prefill_mode == "tail"
     return names[0] != names[1] or ours
+
+
+CHECKSUM_BUFFER = "kv_checksum"
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
@@ -160,13 +192,14 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PD-UNPATCHED-DECODE-COLD",
-        REFUSE,
+        WARN,
         "kv_entries",
-        lambda p: _unpatched_decode_is_cold(p) and not p.cold_allowed,
-        "the decode engine registered a draft's KV regions but prefill has no draft",
-        COLD,
-        "start prefill with the decode engine's draft, or accept a cold draft with "
-        f"{ALLOW_COLD_DRAFT}=1 on prefill",
+        _unpatched_decode_may_be_cold,
+        "the decode engine registered more KV regions than prefill has, as with a "
+        "draft, and does not describe itself",
+        "if that draft is DSPARK's, " + COLD,
+        "apply sglang-dspark-pd to decode as well, or start prefill with the decode "
+        f"engine's draft; {ALLOW_COLD_DRAFT}=1 on prefill accepts it",
     ),
     Rule(
         "PD-UNPATCHED-DECODE",
@@ -176,7 +209,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
             _is_unpatched_decode(p)
             and p.prefill_mode != "tail"
             and not _unpatched_decode_lacks_draft(p)
-            and (p.cold_allowed or not _unpatched_decode_is_cold(p))
+            and not _unpatched_decode_may_be_cold(p)
         ),
         "the decode engine does not describe itself (SGLang without this agreement)",
         "draft checkpoint, layer ids and block size are not compared",
@@ -236,8 +269,17 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "the engines transfer different metadata buffers",
         "slots are addressed by position and width, so values would land elsewhere",
         "run the same --speculative-algorithm; enable "
-        "--disaggregation-enable-kv-checksum, SGLANG_ENABLE_DISAGG_SAMPLING_MASK and "
-        "the DSA top-k buffer on both engines or on none",
+        "SGLANG_ENABLE_DISAGG_SAMPLING_MASK and the DSA top-k buffer on both engines or "
+        "on none, and with a tail --disaggregation-enable-kv-checksum as well",
+    ),
+    Rule(
+        "PD-AUX-CHECKSUM",
+        WARN,
+        "aux",
+        _checksum_on_one_engine,
+        "one engine transfers a KV checksum and the other does not",
+        "transferred KV is not verified",
+        "give --disaggregation-enable-kv-checksum to both engines or to none",
     ),
     # -- parallel layouts -----------------------------------------------------------
     Rule(
@@ -271,11 +313,13 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "PD-PP-LAYER-IDS",
         REFUSE,
         "kv_layer_ids",
-        _stages_lack_layer_ids,
-        "prefill has pipeline stages and the KV pools publish no layer ids",
-        "a stage's layers would be written into other layers of decode",
-        "apply the component that publishes layer ids to both engines, or run "
-        "prefill with --pp-size 1",
+        _stages_miss_their_layers,
+        "prefill has pipeline stages, the engines do not both report the layers of "
+        "their KV buffers, and this backend cannot place a stage without them",
+        "the transfer raises, or a stage's KV lands in other layers of decode",
+        "apply all components of sglang-dspark-pd to both engines (layer ids: SGLang "
+        "0.5.23 and later), or run prefill with --pp-size 1; Mooncake also places "
+        "equal stages of an engine pair without any draft",
     ),
     Rule(
         "PD-RING",

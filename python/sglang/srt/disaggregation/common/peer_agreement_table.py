@@ -35,6 +35,12 @@ LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"
 PEER_DRAFT_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 
+# How a pipeline stage finds its layers in a whole decode when no layer ids are there:
+# where the stage begins; by a guess that a draft on either engine misleads; not at all.
+STAGES_BY_POSITION = "position"
+STAGES_GUESSED = "guess"
+STAGES_MISSED = "none"
+
 COLD = (
     "the draft starts without the prompt's context: output stays correct, accept "
     "length falls and nothing else reports it"
@@ -51,6 +57,14 @@ def look_up(description: Description, path: str) -> Any:
     return value
 
 
+def differing_parts(ours: Any, theirs: Any) -> tuple[Any, Any]:
+    """Of two objects the keys that both know and that differ; other values as is."""
+    if not (isinstance(ours, dict) and isinstance(theirs, dict)):
+        return ours, theirs
+    keys = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+    return {k: ours[k] for k in keys}, {k: theirs[k] for k in keys}
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """One decode and one prefill description, with the questions rules ask of them."""
@@ -63,8 +77,11 @@ class Pair:
         return look_up(self.prefill, path), look_up(self.decode, path)
 
     def differ(self, path: str) -> bool:
-        """True when both values are known and unequal."""
-        ours, theirs = self.both(path)
+        """True when both values are known and unequal.
+
+        Objects are compared key by key: what one engine leaves out is not known.
+        """
+        ours, theirs = differing_parts(*self.both(path))
         return ours is not None and theirs is not None and ours != theirs
 
     @property
@@ -79,6 +96,11 @@ class Pair:
     def decode_drafts(self) -> bool:
         """Decode runs DSPARK (other algorithms are upstream's business)."""
         return self.decode.get("algorithm") == "DSPARK"
+
+    @property
+    def has_draft(self) -> bool:
+        """An engine keeps draft KV; drafting from n-grams needs none."""
+        return any(name not in (None, "NGRAM") for name in self.both("algorithm"))
 
     @property
     def native(self) -> bool:
@@ -162,7 +184,8 @@ class Rule:
 
     def verdict(self, pair: Pair) -> Verdict:
         prefill, decode = (
-            self.absent if value is None else value for value in pair.both(self.about)
+            self.absent if value is None else _shown(value)
+            for value in differing_parts(*pair.both(self.about))
         )
         return Verdict(
             self.code,
@@ -191,6 +214,12 @@ class Verdict:
             f"[{self.code}] {self.message}. Consequence: {self.consequence}. "
             f"Fix: {self.fix}."
         )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{k}={v}" for k, v in value.items()) + ")"
+    return str(value)
 
 
 def differs(path: str, *, when: str = "described") -> Callable[[Pair], bool]:

@@ -33,30 +33,25 @@ from .peer_agreement_table import (
 DEFAULT_TAIL_TOKENS = 8
 DEEPSEEK_V4_WINDOW = 128  # of a config that names none
 _TRUE = frozenset({"1", "true", "yes", "y"})
-_BUNDLED_DRAFT_FIELDS = ("dspark_block_size", "dspark_target_layer_ids")
-# What gives a draft its meaning; two drafts that agree here can read each other's KV.
-_DRAFT_FIELDS = (
-    ("layers", "num_hidden_layers"),
-    ("hidden", "hidden_size"),
-    ("heads", "num_attention_heads"),
-    ("kv_heads", "num_key_value_heads"),
-    ("head_dim", "head_dim"),
-    ("window", "sliding_window"),
-    ("types", "layer_types"),
-    ("rope_theta", "rope_theta"),
-    ("rope", "rope_scaling"),
-    ("rope", "rope_parameters"),
-    ("vocab", "vocab_size"),
-    ("target_layers", "target_layer_ids"),
-    ("target_layers", "dspark_target_layer_ids"),
-    ("mtp_layers", "num_nextn_predict_layers"),
-)
+_BLOCK_SIZE = "dspark_block_size"
+_BUNDLED_DRAFT_FIELDS = (_BLOCK_SIZE, "dspark_target_layer_ids")
+_LAYER_PARTITION = "SGLANG_PP_LAYER_PARTITION"
+_DTYPES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32"}
 _TARGET_FIELDS = (
     ("layers", "num_hidden_layers"),
     ("hidden", "hidden_size"),
-    ("kv_heads", "num_key_value_heads"),
-    ("head_dim", "head_dim"),
     ("vocab", "vocab_size"),
+    ("latent", "kv_lora_rank"),
+)
+# What gives a draft its meaning; two drafts that agree here can read each other's KV.
+_DRAFT_FIELDS = (
+    *_TARGET_FIELDS,
+    ("heads", "num_attention_heads"),
+    ("window", "sliding_window"),
+    ("types", "layer_types"),
+    ("target_layers", "target_layer_ids"),
+    ("target_layers", "dspark_target_layer_ids"),
+    ("mtp_layers", "num_nextn_predict_layers"),
 )
 
 
@@ -78,6 +73,7 @@ def describe(
     """
     environ = environ or {}
     algorithm = args.get("speculative_algorithm") or None
+    target_config = _overridden(target_config, args)
     draft_config = _bundled_draft(draft_config, target_config)
     description: Description = {
         "version": PROTOCOL_VERSION,
@@ -91,10 +87,15 @@ def describe(
         **parallel_sizes(args),
         **switches(environ),
         **describe_target(target_config),
-        "rings": ring_sizes(target_config, args, environ),
+        "rings": ring_sizes(
+            target_config,
+            args,
+            environ,
+            capturing=mode_of(role, algorithm, environ) == "tail",
+        ),
     }
     if algorithm == "DSPARK":
-        description.update(describe_draft(args, draft_config))
+        description.update(describe_draft(args, draft_config, target_config))
     if description["mode"] == "tail":
         description["dspark"] = describe_tail(role, draft_config, environ)
     return {key: value for key, value in description.items() if value is not None} | {
@@ -138,32 +139,57 @@ def switches(environ: Mapping[str, str]) -> dict[str, bool]:
 
 
 def describe_target(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Shape of the target as one comparable, readable string, and what follows."""
+    """Shape of the target, and what follows from it."""
     if not config:
         return {}
     return {
-        "target": summarize(config, _TARGET_FIELDS),
+        "target": geometry(config, _TARGET_FIELDS),
         "target_heads": kv_heads(config),
         "attention": attention_kind(config),
     }
 
 
 def describe_draft(
-    args: Mapping[str, Any], config: Mapping[str, Any] | None
+    args: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    target_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Shape, heads, weights and KV dtype of the draft."""
-    kv_dtype = args.get("speculative_draft_kv_cache_dtype") or args.get(
-        "kv_cache_dtype"
-    )
-    path = args.get("speculative_draft_model_path") or args.get("model_path")
+    """Shape, heads, attention, weights and KV dtype of the draft."""
+    path = args.get("speculative_draft_model_path")
+    revision = args.get("speculative_draft_model_revision")
+    if not path:
+        path, revision = args.get("model_path"), args.get("revision")
     described: dict[str, Any] = {
-        "draft_kv_dtype": kv_dtype,
-        "draft_weights": checkpoint_fingerprint(local_folder(path)),
+        "draft_kv_dtype": draft_kv_dtype(args, target_config),
+        "draft_weights": checkpoint_fingerprint(local_folder(path, revision)),
     }
     if config:
-        described["draft"] = summarize(config, _DRAFT_FIELDS)
+        described["draft"] = geometry(config, _DRAFT_FIELDS) | _rope(config)
         described["draft_heads"] = kv_heads(config)
+        described["draft_attention"] = attention_kind(config)
     return described
+
+
+def draft_kv_dtype(
+    args: Mapping[str, Any], target_config: Mapping[str, Any] | None
+) -> str | None:
+    """dtype of the draft's KV pool under its own name; None when flags do not say.
+
+    ``auto`` follows the model's dtype, unless a quantised checkpoint brings its own.
+    """
+    chosen = args.get("speculative_draft_kv_cache_dtype") or args.get("kv_cache_dtype")
+    if chosen in (None, "auto"):
+        text = _text_config(target_config or {})
+        config = {**(target_config or {}), **text}
+        if config.get("quantization_config"):
+            return None
+        chosen = args.get("dtype")
+        if chosen in (None, "auto"):
+            chosen = config.get("dtype") or config.get("torch_dtype")
+    if chosen in (None, "auto"):
+        return None
+    name = str(chosen).removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 def describe_tail(
@@ -201,15 +227,44 @@ def window_need(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def summarize(config: Mapping[str, Any], fields) -> str:
-    """``Architecture name=value ...`` over the given (label, key) pairs."""
+def geometry(
+    config: Mapping[str, Any], fields: tuple[tuple[str, str], ...]
+) -> dict[str, Any]:
+    """What the config says of the given (label, key) pairs, and its KV heads.
+
+    A key that the config leaves out is left out: a file and a config object made from
+    it differ in the defaults, and peers compare what both know.
+    """
     text = _text_config(config)
-    parts = [",".join(config.get("architectures") or ["?"])]
+    found: dict[str, Any] = {}
+    if config.get("architectures"):
+        found["architecture"] = ",".join(config["architectures"])
     for label, key in fields:
         value = _draft_value(config, text, key)
         if value is not None:
-            parts.append(f"{label}={json.dumps(value, sort_keys=True)}")
-    return " ".join(parts).replace('"', "")
+            found.setdefault(label, value)
+    heads = kv_heads(config)
+    if heads is not None and attention_kind(config) != "mla":
+        found["kv_heads"], found["head_dim"] = heads
+    return found
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embedding under one spelling; configs know it in two."""
+    text = _text_config(config)
+    nested = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(nested, Mapping) or any(
+        isinstance(value, Mapping) for value in nested.values()
+    ):
+        return {}  # one set for each kind of layer: not worth a comparison
+    kind = str(nested.get("rope_type") or nested.get("type") or "default")
+    found: dict[str, Any] = {"rope": kind.removeprefix("deepseek_")}
+    theta = text.get("rope_theta") or nested.get("rope_theta")
+    if theta:
+        found["rope_theta"] = float(theta)
+    if nested.get("factor"):
+        found["rope_factor"] = float(nested["factor"])
+    return found
 
 
 def kv_heads(config: Mapping[str, Any]) -> list[int] | None:
@@ -235,17 +290,17 @@ def ring_sizes(
     config: Mapping[str, Any] | None,
     args: Mapping[str, Any],
     environ: Mapping[str, str],
+    *,
+    capturing: bool,
 ) -> dict[str, int] | None:
     """Rows of the DeepSeek-V4 compressor rings that are shipped whole, by ratio.
 
     Ratio 128 is left out: its state travels in pages of its own that are compatible
-    across ring sizes. None for other models.
+    across ring sizes. None for other models, and where the draft tokens are not known.
     """
     ratios = set(_text_config(config or {}).get("compress_ratios") or ())
-    tokens = int(args.get("speculative_num_draft_tokens") or 0)
-    if not args.get("speculative_algorithm"):
-        tokens = int(environ.get(PEER_DRAFT_TOKENS) or 0)
-    elif not tokens:
+    tokens = _ring_tokens(config or {}, args, environ, capturing=capturing)
+    if tokens is None:
         return None
     sizes = {}
     if 4 in ratios:
@@ -255,10 +310,43 @@ def ring_sizes(
     return sizes or None
 
 
-def local_folder(path: str | None) -> str | None:
+def _ring_tokens(config, args, environ, *, capturing: bool) -> int | None:
+    """Draft tokens that rings make room for; 0 for none, None when not known.
+
+    A capturing prefill has its decode's rings: of the number it is told, or of the
+    block size of the draft that its checkpoint carries. With neither it does not start;
+    the sizes of a model without a draft then show what is wrong.
+    """
+    if args.get("speculative_algorithm"):
+        return int(args.get("speculative_num_draft_tokens") or 0) or None
+    if not capturing:
+        return 0
+    block = config.get(_BLOCK_SIZE)
+    return int(environ.get(PEER_DRAFT_TOKENS) or 0) or (int(block) + 1 if block else 0)
+
+
+def stages_divide(
+    layers: int | None, stages: int, environ: Mapping[str, str]
+) -> bool | None:
+    """Whether every pipeline stage's number of layers divides the model's.
+
+    Where it does not, a peer that splits keys from values by position splits wrongly.
+    """
+    if not layers or stages < 1:
+        return None
+    partition = environ.get(_LAYER_PARTITION)
+    if partition and stages > 1:
+        sizes = set(_integers(partition))
+    else:
+        base, extra = divmod(int(layers), stages)
+        sizes = {base} if not extra else {base, base + 1}
+    return all(size > 0 and layers % size == 0 for size in sizes)
+
+
+def local_folder(path: str | None, revision: str | None = None) -> str | None:
     """A model path as a folder on this machine; None when there is none.
 
-    A hub name resolves to the cached snapshot, never to a download.
+    A hub name resolves to the cached snapshot of its revision, never to a download.
     """
     if not path:
         return None
@@ -267,20 +355,35 @@ def local_folder(path: str | None) -> str | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(path, "config.json")
+        cached = try_to_load_from_cache(path, "config.json", revision=revision)
     except (ImportError, OSError, ValueError):  # no hub client, or no hub name
         return None
     return os.path.dirname(cached) if isinstance(cached, str) else None
 
 
-def read_config(path: str | None) -> dict[str, Any] | None:
+def read_config(path: str | None, revision: str | None = None) -> dict[str, Any] | None:
     """The ``config.json`` of a model path, or None."""
-    folder = local_folder(path)
+    folder = local_folder(path, revision)
     try:
         text = (pathlib.Path(folder) / "config.json").read_text() if folder else ""
-        return json.loads(text) if text else None
+        config = json.loads(text) if text else None
     except (OSError, ValueError):
         return None
+    return config if isinstance(config, dict) else None
+
+
+def _overridden(
+    config: Mapping[str, Any] | None, args: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The config with ``--json-model-override-args`` applied."""
+    changes = args.get("json_model_override_args")
+    try:
+        changes = json.loads(changes) if isinstance(changes, str) else changes
+    except ValueError:
+        return config
+    if not config or not isinstance(changes, Mapping):
+        return config
+    return {**config, **changes}
 
 
 def _bundled_draft(draft_config, target_config):
