@@ -8,7 +8,10 @@ engines.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pathlib
+import tempfile
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -26,6 +29,7 @@ from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
 from sglang.srt.speculative.dspark_components import dspark_handoff_knobs as knobs
 from sglang.srt.speculative.dspark_components import dspark_handoff_startup as startup
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -37,6 +41,21 @@ LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
 PARTIAL = "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT"
 KNOBS = (CAPTURE, LAYER_IDS, TAIL, PARTIAL)
+
+
+TARGET_ON_DISK = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
 
 
 class HfConfig(SimpleNamespace):
@@ -334,10 +353,41 @@ class TestRefusals(KnobCase):
             flag = field.replace("_", "-")
             with self.subTest(field), self.refuse(flag):
                 self.check(**{field: value})
-        compiled = {"cuda_graph_backend_prefill": "tc_piecewise"}
-        self.check(**compiled)
-        with self.refuse("tc_piecewise"):
-            self.check(pp_size=2, **compiled)
+
+    def resolved(self, **args):
+        """Arguments as an engine resolves them, from a target's config on disk."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        pathlib.Path(folder, "config.json").write_text(json.dumps(TARGET_ON_DISK))
+        record = ServerArgs(
+            model_path=folder,
+            device="cpu",
+            skip_tokenizer_init=True,
+            disaggregation_mode="prefill",
+            disaggregation_transfer_backend="nixl",
+            **args,
+        )
+        record.resolve_once()
+        return record
+
+    def test_prefill_graphs_with_a_pipeline(self):
+        """Whichever flag asks for them: a replayed stage has no rows of earlier ones."""
+        self.set_knobs(capture=1, ids="0,1")
+        asked = {
+            "breakable": {"cuda_graph_backend_prefill": "breakable"},
+            "full": {"cuda_graph_backend_prefill": "full"},
+            "breakable, JSON": {
+                "cuda_graph_config": {"prefill": {"backend": "breakable"}}
+            },
+            "full, JSON": {"cuda_graph_config": {"prefill": {"backend": "full"}}},
+        }
+        for name, flags in asked.items():
+            backend = name.split(",")[0]
+            way_out = f"{backend}.*--cuda-graph-backend-prefill disabled"
+            with self.subTest(name), self.refuse(way_out):
+                startup.validate_server_args(self.resolved(pp_size=2, **flags))
+            with self.subTest(name, pp_size=1):
+                startup.validate_server_args(self.resolved(**flags))
+        startup.validate_server_args(self.resolved(pp_size=2))
 
     def test_decode_combinations(self):
         self.set_knobs(tail=-1)

@@ -18,7 +18,7 @@ from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
 from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 from sglang.srt.layers.layer_boundary.stage import StageBoundary
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, PPProxyTensors
 from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 from sglang.srt.model_executor.model_runner_components.misc_utils import (
     resolve_pp_proxy_dspark_hidden_size,
@@ -69,6 +69,14 @@ def stage_of(rank, size):
     )
 
 
+def prefill_graphs(backend):
+    phase = SimpleNamespace(backend=backend)
+    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=phase))
+    return mock.patch(
+        "sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(graph=graph)
+    )
+
+
 class CaptureCase(CustomTestCase):
     def setUp(self):
         self.addCleanup(self.reset)
@@ -78,8 +86,8 @@ class CaptureCase(CustomTestCase):
         pp_aux_capture._Forward.enabled = False
         pp_aux_capture._Forward.captured = None
 
-    def configure(self, model, layer_ids, rank, size):
-        with stage_of(rank, size):
+    def configure(self, model, layer_ids, rank, size, graphs="disabled"):
+        with stage_of(rank, size), prefill_graphs(graphs):
             attention_backend_setup.configure_aux_hidden_state_capture(
                 model=model,
                 eagle_use_aux_hidden_state=False,
@@ -144,6 +152,25 @@ class TestConfigure(CaptureCase):
         with self.assertRaisesRegex(ValueError, "OtherForCausalLM.*--pp-size 1"):
             self.configure(model, [0], 0, 2)
 
+    def test_prefill_graphs_are_refused(self):
+        """Also on a stage that receives nothing: it would send what it recorded."""
+        for backend in ("breakable", "full"):
+            for rank in (0, 1):
+                with (
+                    self.subTest(backend, rank=rank),
+                    self.assertRaisesRegex(
+                        ValueError, f"{backend}.*--cuda-graph-backend-prefill disabled"
+                    ),
+                ):
+                    model = make_model(4 * rank, 4 * rank + 4)
+                    self.configure(model, [0, 2], rank, 2, graphs=backend)
+
+    def test_one_stage_may_use_graphs(self):
+        model = make_model(0, 8)
+        model.set_dflash_layers_to_capture = mock.Mock()
+        self.configure(model, [0, 2], 0, 1, graphs="breakable")
+        model.set_dflash_layers_to_capture.assert_called_once_with([0, 2])
+
     def test_one_stage_uses_the_models_setter(self):
         model = make_model(0, 8)
         model.set_dflash_layers_to_capture = mock.Mock()
@@ -166,6 +193,10 @@ def layer_output(layer_id):
     return torch.full((TOKENS, HIDDEN), float(layer_id))
 
 
+def make_batch(mode=ForwardMode.EXTEND, **more):
+    return SimpleNamespace(residual_stream=None, forward_mode=mode, **more)
+
+
 def fresh_stream(batch):
     """The residual stream as the first stage's layers leave it."""
     zeros = torch.zeros(TOKENS, HIDDEN)
@@ -175,9 +206,15 @@ def fresh_stream(batch):
     return hidden
 
 
-def run_stage(start, end, layer_ids, proxy, last):
-    """One stage as the models write it: list, entry, layers, exit or return."""
-    batch = SimpleNamespace(residual_stream=None)
+def expect_layers(received, own):
+    pp_aux_capture._expect(received * HIDDEN, (received + own) * HIDDEN)
+
+
+def run_body(start, end, layer_ids, proxy, batch):
+    """One stage's body as the models write it: list, entry and layers."""
+    own = pp_aux_capture.owned_layers(layer_ids, start, end)
+    if pp_aux_capture._Forward.enabled:
+        expect_layers(sum(1 for i in layer_ids if i + 1 < start), len(own))
     if proxy is None:
         hidden = fresh_stream(batch)
     else:
@@ -185,11 +222,17 @@ def run_stage(start, end, layer_ids, proxy, last):
         boundary.declaration = SimpleNamespace(previous=None)
         hidden = boundary.from_pp(proxy, batch)
     captured = AuxHiddenStateList()
-    for point in pp_aux_capture.owned_layers(layer_ids, start, end):
+    for point in own:
         captured.capture(layer_output(point - 1))
+    return hidden, captured or None
+
+
+def run_stage(start, end, layer_ids, proxy, last):
+    """One stage's body and its exit or return."""
+    batch = make_batch()
+    hidden, aux = run_body(start, end, layer_ids, proxy, batch)
     if not last:
         return residual_batch.to_pp(hidden, batch)
-    aux = captured or None
     return pp_aux_capture.merge(aux, batch)
 
 
@@ -218,48 +261,101 @@ class TestStages(CaptureCase):
         )
 
     def test_dummy_runs_bring_no_rows(self):
+        """A dummy proxy has no rows; the width stays, on every kind of stage."""
         pp_aux_capture._Forward.enabled = True
         zeros = torch.zeros(TOKENS, HIDDEN)
-        proxy = PPProxyTensors({"hidden_states": zeros, "residual": zeros.clone()})
-        aux = run_stage(4, 8, [0, 6], proxy, last=True)
-        self.assertEqual(len(aux), 1)
+        for ids, own in (([0, 6], [6]), ([0], [])):
+            for last in (True, False):
+                with self.subTest(ids=ids, last=last):
+                    proxy = PPProxyTensors(
+                        {"hidden_states": zeros, "residual": zeros.clone()}
+                    )
+                    out = run_stage(4, 8, ids, proxy, last=last)
+                    rows = (
+                        torch.cat(list(out), dim=-1)
+                        if last
+                        else out.tensors[pp_aux_capture.PROXY_KEY]
+                    )
+                    expected = [zeros] + [layer_output(i) for i in own]
+                    torch.testing.assert_close(rows, torch.cat(expected, dim=-1))
 
     def test_other_engines_exchange_nothing(self):
         proxy = run_stage(0, 4, [0, 1], None, last=False)
         self.assertNotIn(pp_aux_capture.PROXY_KEY, proxy.tensors)
         self.assertIsNone(pp_aux_capture._Forward.captured)
 
-    def test_lists_of_an_earlier_forward_are_not_sent(self):
+    def test_stage_without_its_captures_sends_nothing(self):
+        """Rows of an earlier forward must not be taken for this one's."""
         pp_aux_capture._Forward.enabled = True
         run_stage(0, 4, [0, 1], None, last=False)
-        batch = SimpleNamespace(residual_stream=None)
-        proxy = residual_batch.to_pp(fresh_stream(batch), batch)
+        batch = make_batch()
+        with self.assertRaisesRegex(RuntimeError, "holds 0 captured.*expected 8"):
+            residual_batch.to_pp(fresh_stream(batch), batch)
+
+    def replay(self, layer_ids):
+        """A last stage as a prefill graph replays it: the body ran on another batch."""
+        pp_aux_capture._Forward.enabled = True
+        proxy = run_stage(0, 4, layer_ids, None, last=False)
+        _, aux = run_body(4, 8, layer_ids, proxy, make_batch())
+        return pp_aux_capture.merge(aux, make_batch())
+
+    def test_rows_kept_with_another_batch_are_missed(self):
+        with self.assertRaisesRegex(RuntimeError, "holds 4 captured.*expected 12"):
+            self.replay([0, 1, 6])
+
+    def test_one_layer_is_not_replaced_by_final_states(self):
+        """Final hidden states are as wide as the one layer an earlier stage has."""
+        with self.assertRaisesRegex(RuntimeError, "holds 0 captured.*expected 4"):
+            self.replay([1])
+
+    def test_idle_rank_of_dp_attention(self):
+        """Without padding it has no tokens, and a model may capture nothing."""
+        expect_layers(1, 1)
+        rows = torch.zeros(0, HIDDEN)
+        batch = make_batch(ForwardMode.IDLE, dspark_rows_received=rows)
+        self.assertEqual(len(pp_aux_capture.merge(None, batch)), 1)
+        expect_layers(0, 1)
+        self.assertIsNone(pp_aux_capture.merge(None, make_batch(ForwardMode.IDLE)))
+        empty, batch = torch.zeros(0, HIDDEN), make_batch(ForwardMode.IDLE)
+        hidden, batch.residual_stream = ResidualStream.from_handoff(
+            empty, empty.clone(), PLAIN_ADD
+        )
+        proxy = residual_batch.to_pp(hidden, batch)
         self.assertNotIn(pp_aux_capture.PROXY_KEY, proxy.tensors)
 
-    def test_packed_and_missing_own_rows(self):
+    def test_padded_rank_of_dp_attention(self):
+        """A rank that runs dummy tokens sends and joins as many rows as it runs."""
         pp_aux_capture._Forward.enabled = True
-        batch = SimpleNamespace(dspark_rows_received=layer_output(0))
+        proxy = run_stage(0, 4, [0, 6], None, last=False)
+        batch = make_batch()
+        _, aux = run_body(4, 8, [0, 6], proxy, batch)
+        batch.forward_mode = ForwardMode.IDLE
+        rows = pp_aux_capture.merge(aux, batch)
+        self.assertEqual([part.shape[0] for part in rows], [TOKENS, TOKENS])
+
+    def test_packed_and_missing_own_rows(self):
+        batch = make_batch(dspark_rows_received=layer_output(0))
+        expect_layers(1, 1)
         packed = pp_aux_capture.merge(layer_output(5), batch)
         self.assertEqual([int(part[0, 0]) for part in packed], [0, 5])
+        expect_layers(1, 0)
         alone = pp_aux_capture.merge(None, batch)
         self.assertEqual(len(alone), 1)
 
     def test_stages_of_other_token_counts_are_refused(self):
-        pp_aux_capture._Forward.enabled = True
-        batch = SimpleNamespace(dspark_rows_received=torch.zeros(2, HIDDEN))
+        expect_layers(1, 1)
+        batch = make_batch(dspark_rows_received=torch.zeros(2, HIDDEN))
         with self.assertRaisesRegex(RuntimeError, r"\[2, 3\]"):
             pp_aux_capture.merge([layer_output(1)], batch)
 
     def test_logits_processor_sees_all_rows(self):
-        pp_aux_capture._Forward.enabled = True
+        expect_layers(1, 1)
         seen = []
         processor = object.__new__(LogitsProcessor)
         torch.nn.Module.__init__(processor)
         processor.expected_aux_hidden_states = 2
         processor._check_aux_hidden_states = lambda aux, *_: seen.append(aux) or stop()
-        metadata = SimpleNamespace(
-            dspark_rows_received=layer_output(0), forward_mode=None
-        )
+        metadata = make_batch(dspark_rows_received=layer_output(0))
         hidden = torch.zeros(TOKENS, HIDDEN)
         gather = "sglang.srt.layers.logits_processor.layernorm_sp.maybe_exit_gather"
         with mock.patch(gather, lambda **_: (hidden, None)), self.assertRaises(Stop):

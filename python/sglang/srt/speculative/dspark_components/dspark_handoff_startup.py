@@ -27,6 +27,7 @@ from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
     expect_peer_draft_tokens,
     tail_expected,
 )
+from sglang.srt.speculative.dspark_components.pp_aux_capture import graph_refusal
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -138,12 +139,8 @@ def _prefill_refusals(cfg: Any) -> Iterator[tuple[bool, str]]:
         "--enable-pdmux splits a prefill by layers and skips the capture",
     )
     yield _role_switch_refusal(cfg)
-    yield (
-        cfg.pp_size > 1
-        and getattr(cfg, "cuda_graph_backend_prefill", None) == "tc_piecewise",
-        "--cuda-graph-backend-prefill tc_piecewise compiles the capture away under "
-        "pipeline parallelism",
-    )
+    graphs = cfg.pp_size > 1 and graph_refusal(cfg.cuda_graph_config.prefill.backend)
+    yield bool(graphs), graphs or ""
 
 
 def _decode_refusals(cfg: Any) -> Iterator[tuple[bool, str]]:

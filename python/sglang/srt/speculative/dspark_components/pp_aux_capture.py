@@ -12,6 +12,9 @@ the logits processor (``merge``).
 
 Rows travel under upstream's own proxy key, sized by upstream's own hook: CUDA-graph
 input registries copy the keys they preallocated and drop every other one silently.
+
+Prefill CUDA graphs are refused: they record a stage's body once, with a batch of their
+own, and replay it without Python, so rows received later would never be read.
 """
 
 from __future__ import annotations
@@ -30,9 +33,11 @@ SUPPORTED_MODELS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM
 
 
 class _Forward:
-    """The capture list of the forward in progress; a process runs one at a time."""
+    """This stage's share, and the capture list of the one forward in progress."""
 
     enabled = False
+    received_width = 0  # values per token of all earlier stages
+    total_width = 0  # the same with this stage's own
     captured: list | None = None
 
 
@@ -50,13 +55,15 @@ def configure(model: Any, layer_ids: list[int]) -> bool:
     """Divide the captured layers over the pipeline; False where upstream's way works.
 
     Raises:
-        ValueError: the model's pipeline path is not one this module knows.
+        ValueError: the model's pipeline path is not one this module knows, or prefill
+            runs as a CUDA graph.
     """
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     if parallel.pp_size <= 1 or hasattr(model, "get_pp_proxy_dspark_hidden_size"):
         return False
+    _refuse_prefill_graphs()
     name = type(model).__name__
     if name == "DeepseekV4ForCausalLM":
         return False  # Its own setter comes here again, see keep_stage_layers.
@@ -74,9 +81,34 @@ def configure(model: Any, layer_ids: list[int]) -> bool:
         inner.layers_to_capture
     )
     before = sum(1 for layer_id in layer_ids if layer_id + 1 < inner.start_layer)
-    setattr(model, _WIDTH_ATTR, before * int(model.config.hidden_size))
-    _Forward.enabled = True
+    hidden_size = int(model.config.hidden_size)
+    setattr(model, _WIDTH_ATTR, before * hidden_size)
+    _expect(before * hidden_size, (before + len(inner.layers_to_capture)) * hidden_size)
     return True
+
+
+def _expect(received_width: int, total_width: int) -> None:
+    _Forward.enabled = True
+    _Forward.received_width, _Forward.total_width = received_width, total_width
+
+
+def _refuse_prefill_graphs() -> None:
+    from sglang.srt.runtime_context import get_exec
+
+    backend = get_exec().graph.cuda_graph_config.prefill.backend
+    if reason := graph_refusal(backend):
+        raise ValueError(f"Capturing target layers cannot be combined with: {reason}.")
+
+
+def graph_refusal(backend: str) -> str | None:
+    """Why a prefill graph backend cannot serve a pipelined capture; None if it can."""
+    if backend == "disabled":
+        return None
+    return (
+        f"prefill CUDA graphs (backend {backend!r}) with --pp-size > 1, which replay a "
+        "stage without the rows of earlier ones (set --cuda-graph-backend-prefill "
+        "disabled)"
+    )
 
 
 def _set_points(inner: Any, points: list[int]) -> None:
@@ -101,44 +133,71 @@ def note(captured: list) -> None:
 
 
 def export(tensors: dict[str, torch.Tensor], forward_batch: Any) -> None:
-    """Add received and own rows ``[tokens, n * hidden]`` to a stage's output."""
+    """Add received and own rows ``[tokens, n * hidden]`` to a stage's output.
+
+    Raises:
+        RuntimeError: this stage holds fewer or more layers than it was given.
+    """
     if not _Forward.enabled:
         return
     rows = _received(forward_batch) + _take_captured()
+    if tensors["hidden_states"].shape[0]:
+        _check_width(rows)
     if rows:
         tensors[PROXY_KEY] = torch.cat(rows, dim=-1)
 
 
 def stash(forward_batch: Any, proxy: Any) -> None:
-    """Keep the previous stage's rows with the batch; dummy runs bring none."""
-    if _Forward.enabled:
-        setattr(forward_batch, _BATCH_ATTR, proxy.tensors.get(PROXY_KEY))
+    """Keep the previous stage's rows with the batch.
+
+    A stage never sends a batch without its rows (``export`` checks), so a proxy that
+    has none was made here for a dummy run; zeros keep the width.
+    """
+    if not _Forward.enabled or not _Forward.received_width:
+        return
+    rows = proxy.tensors.get(PROXY_KEY)
+    if rows is None:
+        hidden = proxy.tensors["hidden_states"]
+        rows = hidden.new_zeros(hidden.shape[0], _Forward.received_width)
+    setattr(forward_batch, _BATCH_ATTR, rows)
 
 
 def merge(aux_hidden_states: Any, forward_batch: Any) -> Any:
     """Received rows in front of the last stage's own, for the logits processor.
 
     Raises:
-        RuntimeError: both sides hold different numbers of tokens.
+        RuntimeError: both sides hold different numbers of tokens, or not all layers.
     """
     if not _Forward.enabled:
         return aux_hidden_states
     _Forward.captured = None
-    received = _received(forward_batch)
-    if not received:
-        return aux_hidden_states
     if aux_hidden_states is None:
         own: list[torch.Tensor] = []
     elif isinstance(aux_hidden_states, torch.Tensor):
         own = [aux_hidden_states]
     else:
         own = list(aux_hidden_states)
-    tokens = {part.shape[0] for part in received + own}
-    if len(tokens) != 1:
+    rows = _received(forward_batch) + own
+    tokens = {part.shape[0] for part in rows}
+    if len(tokens) > 1:
         raise RuntimeError(
             f"Pipeline stages captured different token counts: {sorted(tokens)}."
         )
-    return received + own
+    if tokens != {0} and not forward_batch.forward_mode.is_idle():
+        _check_width(rows)
+    return rows if _Forward.received_width else aux_hidden_states
+
+
+def _check_width(rows: list[torch.Tensor]) -> None:
+    # A draft of one layer would read final hidden states of equal width in their place.
+    found = sum(part.shape[-1] for part in rows)
+    if found != _Forward.total_width:
+        raise RuntimeError(
+            f"This pipeline stage holds {found} captured values a token, expected "
+            f"{_Forward.total_width}, of which {_Forward.received_width} from earlier "
+            "stages. Its body did not run on this batch, as under a CUDA graph, or a "
+            "layer was not captured."
+        )
 
 
 def _received(forward_batch: Any) -> list[torch.Tensor]:
