@@ -40,7 +40,10 @@ CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"
 LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
 PARTIAL = "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT"
-KNOBS = (CAPTURE, LAYER_IDS, TAIL, PARTIAL)
+COLD = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
+PEER_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
+POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+KNOBS = (CAPTURE, LAYER_IDS, TAIL, PARTIAL, COLD, PEER_TOKENS, POOL)
 
 
 TARGET_ON_DISK = {
@@ -116,6 +119,7 @@ class KnobCase(CustomTestCase):
 
     def set_knobs(self, **values):
         names = dict(capture=CAPTURE, ids=LAYER_IDS, tail=TAIL, partial=PARTIAL)
+        names.update(cold=COLD, peer_tokens=PEER_TOKENS, pool=POOL)
         os.environ.update({names[k]: str(v) for k, v in values.items()})
 
     @contextlib.contextmanager
@@ -148,6 +152,36 @@ class TestKnobs(KnobCase):
             with self.subTest(bad), self.refuse(f"{TAIL}={bad!r}.*1 to 4096.*-1"):
                 self.set_knobs(tail=bad)
                 knobs.read_tail_tokens()
+
+    def test_switches(self):
+        """A typing error must not read as off, which starts an engine without rows."""
+        reads = {
+            CAPTURE: knobs.capture_enabled,
+            PARTIAL: knobs.partial_context_allowed,
+            COLD: knobs.cold_draft_allowed,
+        }
+        for name, read in reads.items():
+            self.assertFalse(read())
+            for good in ("1", "true", "YES", " y "):
+                with self.subTest(name, good=good), mock.patch.dict(os.environ):
+                    os.environ[name] = good
+                    self.assertTrue(read())
+            for bad in ("on", "enable", "2", ""):
+                with self.subTest(name, bad=bad), mock.patch.dict(os.environ):
+                    os.environ[name] = bad
+                    with self.refuse(f"{name}={bad!r}: expected 1 or 0"):
+                        read()
+
+    def test_peer_draft_tokens(self):
+        plain = target_config().hf_config
+        self.addCleanup(setattr, knobs, "_peer_draft_tokens", 0)
+        for bad in ("abc", "0", "1", "-3", ""):
+            self.set_knobs(peer_tokens=bad)
+            with self.subTest(bad), self.refuse(f"{PEER_TOKENS}={bad!r}"):
+                knobs.expect_peer_draft_tokens(plain)
+        self.set_knobs(peer_tokens=5)
+        knobs.expect_peer_draft_tokens(plain)
+        self.assertEqual(knobs.peer_draft_tokens(), 0)
 
     def test_layer_ids(self):
         bad = {
@@ -203,6 +237,14 @@ class TestSpecs(KnobCase):
         self.assertEqual(spec.layer_ids, (0, 2, 4))
         self.set_knobs(ids="0,5")
         self.assertEqual(self.prefill(bundled).layer_ids, (0, 5))
+
+    def test_looped_target(self):
+        """Each pass of a looped model's layers has an id of its own."""
+        self.set_knobs(tail=4, ids="0,5,12")
+        with self.refuse("layers are 0 to 7"):
+            self.prefill()
+        spec = self.prefill(target_config(num_loops=2))
+        self.assertEqual(spec.layer_ids, (0, 5, 12))
 
     def test_decode_ids_are_the_drafts(self):
         self.set_knobs(tail=31, ids="0,1")
@@ -345,6 +387,7 @@ class TestRefusals(KnobCase):
             "enable_kv_cache_sharding": True,
             "enable_two_batch_overlap": True,
             "enable_pdmux": True,
+            "enable_streaming_session": True,
             "enable_pd_role_switch": True,
             "disaggregation_transfer_backend": "mori",
         }
@@ -422,6 +465,53 @@ class TestRefusals(KnobCase):
             self.refuse("over TCP"),
         ):
             self.check(disaggregation_transfer_backend="mooncake")
+
+    def test_mooncake_pool_over_tcp(self):
+        self.set_knobs(capture=1, ids="0,1")
+        for pool in ("true", "True", "TRUE", "NVLINK"):
+            self.set_knobs(pool=pool)
+            with self.subTest(pool), self.refuse(f"over TCP.*{POOL}"):
+                self.check(disaggregation_transfer_backend="mooncake")
+            self.check()
+        self.set_knobs(pool="BAREX")
+        self.check(disaggregation_transfer_backend="mooncake")
+
+    def test_metadata_in_device_memory(self):
+        decode = dict(
+            disaggregation_mode="decode",
+            speculative_algorithm="DSPARK",
+            speculative_draft_model_path="draft",
+        )
+        self.set_knobs(pool="INTRA_NODE_NVLINK")
+        self.check(**decode)
+        for backend in ("mooncake", "nixl"):
+            self.set_knobs(tail=-1)
+            with self.subTest(backend), self.refuse(f"{POOL}=INTRA_NODE_NVLINK"):
+                self.check(**decode, disaggregation_transfer_backend=backend)
+            os.environ.pop(TAIL)
+            with mock.patch.dict(os.environ), self.subTest(backend, role="prefill"):
+                self.set_knobs(capture=1, ids="0,1")
+                with self.refuse(f"{POOL}=INTRA_NODE_NVLINK"):
+                    self.check(disaggregation_transfer_backend=backend)
+
+    def test_knobs_without_their_switch(self):
+        """The engine would start, hand over nothing and say nothing."""
+        self.set_knobs(ids="0,1")
+        for mode in ("prefill", "decode", "null"):
+            with self.subTest(mode), self.refuse(f"{LAYER_IDS} set without {CAPTURE}"):
+                self.check(disaggregation_mode=mode)
+        os.environ.pop(LAYER_IDS)
+        self.set_knobs(tail=4)
+        with self.refuse(f"{TAIL} set without {CAPTURE}"):
+            self.check()
+        self.check(disaggregation_mode="null")
+
+    def test_cold_draft_with_shared_slots(self):
+        self.set_knobs(cold=1)
+        decode = dict(disaggregation_mode="decode", speculative_algorithm="DSPARK")
+        self.check(**decode)
+        with self.refuse(f"radix-cache.*{COLD}"):
+            self.check(**decode, disaggregation_decode_enable_radix_cache=True)
 
     def test_silent_without_knobs(self):
         self.check(disaggregation_mode="decode", speculative_algorithm="DSPARK")

@@ -32,6 +32,7 @@ from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
     HandoffConfigError,
     capture_enabled,
     check_layer_ids,
+    partial_context_allowed,
     read_layer_ids,
     read_tail_tokens,
     tail_expected,
@@ -146,7 +147,9 @@ def _dense_window_need(draft_hf_config: Any) -> int | None:
 
 
 def num_target_layers(model_config: ModelConfig) -> int:
-    return int(model_config.hf_text_config.num_hidden_layers)
+    """Layers a row can come from; a looped model counts each pass of a layer."""
+    config = model_config.hf_text_config
+    return int(config.num_hidden_layers) * int(getattr(config, "num_loops", None) or 1)
 
 
 def prefill_draft_facts(
@@ -293,7 +296,7 @@ def _auto_tail(need: int | None, *, need_known: bool, source: str) -> int:
 def _check_coverage(tokens: int, need: int | None, *, source: str) -> None:
     if need is not None and tokens >= need:
         return
-    if envs.SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT.get():
+    if partial_context_allowed():
         return
     wanted = "the whole prompt" if need is None else f"{need} rows"
     way_out = (
@@ -331,8 +334,14 @@ def aux_buffer_names(cfg: Any, hf_config: Any, *, with_tail: bool) -> list[str]:
 def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):
     """What this prefill hands over, or None for no draft context at all.
 
-    Keys: mode, layer_ids, hidden_size, dtype, tail_tokens, row_bytes, aux_names,
-    window_need.
+    Returns:
+        mode (str, ``native`` or ``tail``), layer_ids (list[int], ascending),
+        hidden_size (int, values), dtype (str, such as ``bfloat16``), tail_tokens
+        (int, rows; 0 when native), row_bytes (int), aux_names (list[str], metadata
+        buffers in order), window_need (int, rows; None for the whole prompt).
+
+    Raises:
+        HandoffConfigError: a knob that cannot work.
     """
     cfg = _resolved(server_args)
     if cfg.speculative_algorithm == "DSPARK":
@@ -345,8 +354,8 @@ def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):
 def describe_decode(server_args: ServerArgs, model_config: ModelConfig):
     """What this decode can take; None when it does not run DSPARK.
 
-    A decode of mode ``tail`` also takes a native prefill: a request without rows
-    leaves the draft KV that arrived with the target KV as it is.
+    A decode of mode ``tail`` also takes a native prefill, whose draft KV arrives with
+    the target KV. Keys, types and errors are those of ``describe_prefill``.
     """
     cfg = _resolved(server_args)
     if cfg.speculative_algorithm != "DSPARK":

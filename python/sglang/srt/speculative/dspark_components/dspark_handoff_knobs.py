@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.environ import envs
+from sglang.srt.environ import EnvBool, envs
 
 AUTO_TAIL = -1
 MAX_TAIL_TOKENS = 4096
@@ -21,8 +21,62 @@ class HandoffConfigError(ValueError):
 
 
 def capture_enabled() -> bool:
-    """Whether this process belongs to a prefill engine that captures rows."""
-    return envs.SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE.get()
+    """Whether this process belongs to a prefill engine that captures rows.
+
+    Raises:
+        HandoffConfigError: the switch is neither on nor off.
+    """
+    return _read_switch(envs.SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE.name)
+
+
+def partial_context_allowed() -> bool:
+    """Whether a tail may cover less than the draft reads; raises as above."""
+    return _read_switch(envs.SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT.name)
+
+
+def cold_draft_allowed() -> bool:
+    """Whether decode takes requests without draft context; raises as above.
+
+    Declared with the agreement between the engines, which may not be applied.
+    """
+    return _read_switch("SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT")
+
+
+def _read_switch(name: str) -> bool:
+    raw = os.environ.get(name)
+    if raw is None:
+        return False
+    try:
+        return EnvBool(False).parse(raw.strip())
+    except ValueError:
+        raise HandoffConfigError(
+            f"{name}={raw!r}: expected 1 or 0. Set one of them, or unset it."
+        ) from None
+
+
+def refuse_idle_knobs(mode: str) -> None:
+    """Refuse knobs of a capture that nothing switches on.
+
+    Args:
+        mode: ``--disaggregation-mode`` of an engine that does not capture.
+
+    Raises:
+        HandoffConfigError: the engine would start and hand over nothing.
+    """
+    idle = []
+    if envs.SGLANG_DSPARK_PD_TARGET_LAYER_IDS.is_set() and not (
+        mode == "decode" and tail_expected()
+    ):
+        idle.append(envs.SGLANG_DSPARK_PD_TARGET_LAYER_IDS.name)
+    if mode == "prefill" and tail_expected():
+        idle.append(envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name)
+    if idle:
+        switch = envs.SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE.name
+        raise HandoffConfigError(
+            f"{' and '.join(idle)} set without {switch}: this engine would keep no "
+            f"rows. Set {switch}=1 if it is the prefill that hands over rows, or unset "
+            f"{' and '.join(idle)}."
+        )
 
 
 def tail_expected() -> bool:
@@ -42,10 +96,7 @@ def read_tail_tokens() -> int:
     """
     field = envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS
     raw = os.environ.get(field.name, str(field.default)).strip()
-    try:
-        tokens = int(raw)
-    except ValueError:
-        tokens = 0
+    tokens = _as_int(raw) or 0
     if tokens == AUTO_TAIL or 0 < tokens <= MAX_TAIL_TOKENS:
         return tokens
     raise HandoffConfigError(
@@ -53,6 +104,13 @@ def read_tail_tokens() -> int:
         f"or {AUTO_TAIL} for as many as the draft's window needs. Set it to the same "
         "value on prefill and decode."
     )
+
+
+def _as_int(raw: str) -> int | None:
+    try:
+        return int(raw)
+    except ValueError:
+        return None
 
 
 def read_layer_ids() -> tuple[int, ...] | None:
@@ -137,21 +195,22 @@ def expect_peer_draft_tokens(hf_config: Any) -> None:
     global _peer_draft_tokens
     from sglang.srt.configs.model_config import is_deepseek_v4
 
-    if not is_deepseek_v4(hf_config):
-        return
     field = envs.SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS
-    tokens = field.get() or 0
-    if not tokens:
+    found = os.environ.get(field.name)
+    if found is not None:
+        tokens = _as_int(found) or 0
+    else:
         block = getattr(hf_config, "dspark_block_size", None)
         tokens = int(block) + 1 if block else 0
-    if tokens < 2:
+    if tokens < 2 and (found is not None or is_deepseek_v4(hf_config)):
         raise HandoffConfigError(
-            f"{field.name}={tokens}: a DeepSeek-V4 prefill without a draft must know "
+            f"{field.name}={'unset' if found is None else repr(found)}: a DeepSeek-V4 prefill without a draft must know "
             "how many tokens its decode verifies at once, block size + 1, to keep "
             "compressor rings of the same size. Set it to --speculative-num-draft-"
             "tokens of the decode."
         )
-    _peer_draft_tokens = tokens
+    if is_deepseek_v4(hf_config):
+        _peer_draft_tokens = tokens
 
 
 def peer_draft_tokens() -> int:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,10 @@ from sglang.srt.speculative.dspark_components.dspark_handoff import (
 from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
     HandoffConfigError,
     capture_enabled,
+    cold_draft_allowed,
     expect_peer_draft_tokens,
+    partial_context_allowed,
+    refuse_idle_knobs,
     tail_expected,
 )
 from sglang.srt.speculative.dspark_components.pp_aux_capture import graph_refusal
@@ -53,6 +55,7 @@ def validate_server_args(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
     cfg = resolved_view(server_args)
+    partial_context_allowed()  # A value that is neither on nor off stops here.
     if capture_enabled():
         _check_capture_role(cfg)
         _refuse_all(_prefill_refusals(cfg), "capture of prefill rows")
@@ -60,8 +63,10 @@ def validate_server_args(server_args: Any) -> None:
         expect_peer_draft_tokens(model_config_of(server_args).hf_config)
         _log_spec("prefill captures", spec)
         return
+    refuse_idle_knobs(cfg.disaggregation_mode)
     if not _is_dspark(cfg) or cfg.disaggregation_mode != "decode":
         return
+    _refuse_cold_shared_draft(cfg)
     if not tail_expected():
         return
     _refuse_all(_decode_refusals(cfg), "a tail from prefill")
@@ -85,6 +90,15 @@ def validate_server_args(server_args: Any) -> None:
             "the whole prompt" if spec.window_need is None else spec.window_need,
         )
     _log_spec("decode expects", spec)
+
+
+def _refuse_cold_shared_draft(cfg: Any) -> None:
+    if cfg.disaggregation_decode_enable_radix_cache and cold_draft_allowed():
+        raise HandoffConfigError(
+            "--disaggregation-decode-enable-radix-cache shares draft KV between "
+            "requests, and a draft without context (SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT) "
+            "would differ with who came before. Drop one of the two."
+        )
 
 
 def _is_dspark(cfg: Any) -> bool:
@@ -135,6 +149,11 @@ def _prefill_refusals(cfg: Any) -> Iterator[tuple[bool, str]]:
         "--enable-two-batch-overlap runs two captures in one forward",
     )
     yield (
+        getattr(cfg, "enable_streaming_session", False),
+        "--enable-streaming-session continues a request behind KV of its last turn, "
+        "and cached tokens produce no rows",
+    )
+    yield (
         getattr(cfg, "enable_pdmux", False),
         "--enable-pdmux splits a prefill by layers and skips the capture",
     )
@@ -169,12 +188,25 @@ def _decode_refusals(cfg: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _backend_refusal(cfg: Any) -> tuple[bool, str]:
+    from sglang.srt.disaggregation.mooncake.utils import (
+        check_mooncake_custom_mem_pool_enabled,
+    )
+
     backend = cfg.disaggregation_transfer_backend
+    _, memory_pool = check_mooncake_custom_mem_pool_enabled()
+    if memory_pool == "INTRA_NODE_NVLINK":
+        return True, (
+            "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK keeps metadata in device "
+            "memory, and slots with rows need host memory (unset it)"
+        )
     if backend == "mooncake" and (
-        envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
-        or os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").upper() == "NVLINK"
+        envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or memory_pool == "NVLINK"
     ):
-        return True, "Mooncake sends metadata over TCP here, whole slots at a time"
+        return True, (
+            "Mooncake sends metadata over TCP here, whole slots at a time (unset "
+            "SGLANG_MOONCAKE_SEND_AUX_TCP, and SGLANG_MOONCAKE_CUSTOM_MEM_POOL where it "
+            "means NVLINK)"
+        )
     return (
         backend not in TAIL_BACKENDS,
         f"--disaggregation-transfer-backend {backend} is not supported; use one of "
