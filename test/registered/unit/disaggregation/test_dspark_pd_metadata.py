@@ -11,12 +11,14 @@ import contextlib
 import ctypes
 import importlib.util
 import inspect
+import threading
 import unittest
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
@@ -98,9 +100,13 @@ def manager_of(buffers, cls=SimpleNamespace):
 class HandoffCase(CustomTestCase):
     def setUp(self):
         self.addCleanup(tails.activate, None)
-        self.addCleanup(tails._peers.clear)
+        self.addCleanup(self.forget_peers)
         tails.activate(None)
+        self.forget_peers()
+
+    def forget_peers(self):
         tails._peers.clear()
+        tails._without_layout.clear()
 
     def prefill(self, spec=None, **options):
         spec = spec or make_spec()
@@ -325,6 +331,22 @@ class TestPrefillSide(HandoffCase):
         buffers.dspark_tail.finish(req)
         torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(0, 3))
 
+    def test_ranks_of_dp_attention(self):
+        """An idle rank runs dummy tokens for nobody; padding follows real tokens."""
+        buffers = self.prefill()
+        idle = SimpleNamespace(reqs=[], prefix_lens=None, extend_lens=None)
+        for dummy_tokens in (0, 5):
+            output = SimpleNamespace(hidden_states=rows_of(0, dummy_tokens))
+            tails.take_tail_rows(idle, output)
+            self.assertIsNone(output.hidden_states)
+        self.assertEqual(buffers.dspark_tail.storage.count_nonzero(), 0)
+        req = make_req(3)
+        padded = torch.cat([rows_of(0, 3), rows_of(90, 5)])
+        output = SimpleNamespace(hidden_states=padded)
+        tails.take_tail_rows(make_batch((req, 0, 3)), output)
+        buffers.dspark_tail.finish(req)
+        torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(0, 3))
+
     def test_other_engines_keep_their_hidden_states(self):
         output = SimpleNamespace(hidden_states=rows_of(0, 3))
         tails.take_tail_rows(make_batch((make_req(3), 0, 3)), output)
@@ -418,15 +440,38 @@ class TestWire(HandoffCase):
             "layers": make_spec(layer_ids=(0, 1, 3)),
         }
         for name, other in others.items():
-            for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
-                with self.subTest(name, backend=blocks_of.__name__):
-                    sender, receiver = self.finished(20), make_buffers(other)
-                    self.announce("d", receiver)
-                    message = f"sends {make_spec().item_bytes} .*expects "
-                    with self.assertRaisesRegex(
-                        RuntimeError, message + str(other.item_bytes)
-                    ):
-                        blocks_of(sender, receiver)
+            message = f"sends {make_spec().item_bytes} .*expects {other.item_bytes}"
+            with self.subTest(name, backend="nixl"):
+                sender, receiver = self.finished(20), make_buffers(other)
+                self.announce("d", receiver)
+                with self.assertRaisesRegex(RuntimeError, message):
+                    self.nixl_blocks(sender, receiver)
+            with self.subTest(name, backend="mooncake"):
+                with self.assertLogs(tails.logger, "ERROR") as logs:
+                    self.assertEqual(self.mooncake_blocks(sender, receiver), -1)
+                self.assertRegex(logs.output[0], message)
+
+    def test_mooncake_thread_survives_another_layout(self):
+        """A status fails the room; an exception would end the thread for all rooms."""
+        sender, receiver = self.finished(20), make_buffers(make_spec(tail_tokens=9))
+        self.announce("d", receiver)
+        manager = manager_of(sender, MooncakeKVManager)
+        concluded = []
+        run_one_chunk(manager, receiver.get_buf_infos()[0], concluded)
+        (outcome,) = concluded
+        self.assertEqual(outcome["bootstrap_room"], 77)
+        self.assertEqual(outcome["status"], KVPoll.Failed)
+        self.assertIn("aux data", outcome["failure_reason"])
+
+    def test_decode_without_layout_is_named_once(self):
+        sender, receiver = self.finished(20), make_buffers()
+        self.announce("d", receiver)
+        with self.assertLogs(tails.logger, "WARNING") as logs:
+            for _ in range(3):
+                self.nixl_blocks(sender, receiver)
+                self.mooncake_blocks(sender, receiver)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("Decode d announced no place for rows", logs.output[0])
 
     def test_buffer_in_another_place_is_never_written(self):
         """With a checksum on one engine only, the tail's place is another buffer."""
@@ -531,12 +576,23 @@ class TestWire(HandoffCase):
             tails.note_peer_tail(frames)
         self.assertNotIn("d", tails._peers)
 
-    def test_peers_are_bounded(self):
-        for number in range(tails._MAX_PEERS + 10):
+    def test_layout_is_found_behind_few_frames(self):
+        """A release with fewer frames of its own must not lose the layout."""
+        for own in (4, 5, 19, 20, 24):
             frames = self.registration()
+            frames = frames[:own] + frames[-1:]
+            tails._peers.clear()
+            tails.note_peer_tail(frames)
+            with self.subTest(own=own):
+                self.assertEqual(tails._peers["d"][1], make_spec().item_bytes)
+
+    def test_live_peers_are_not_forgotten(self):
+        """However many register after it, a decode keeps its rows."""
+        frames = self.registration()
+        for number in range(5000):
             frames[3] = f"d{number}".encode()
             tails.note_peer_tail(frames)
-        self.assertEqual(len(tails._peers), tails._MAX_PEERS)
+        self.assertIn("d0", tails._peers)
 
     def test_count_is_explained(self):
         """A stage without a tail is no misconfiguration; a checksum still is one."""
@@ -560,6 +616,38 @@ def admitted():
     if importlib.util.find_spec(module) is None:
         return contextlib.nullcontext()
     return mock.patch(f"{module}.admit", lambda *_: True)
+
+
+def run_one_chunk(manager, peer_pointers, concluded):
+    """A Mooncake transfer thread's loop over one last chunk, to slot 2 of decode "d"."""
+    target = SimpleNamespace(
+        requires_dcp_relayout=False, dst_aux_ptrs=peer_pointers, dst_state_data_ptrs=[]
+    )
+    request = SimpleNamespace(
+        room=77, is_dummy=False, mooncake_session_id="d", dst_aux_index=2,
+        dst_kv_indices=[], dst_device_kv_indices=None, endpoint="127.0.0.1",
+        dst_port=1, required_dst_info_num=1, dst_state_indices=[],
+    )  # fmt: skip
+    chunk = SimpleNamespace(
+        room=77, prefill_aux_index=1, is_last_chunk=True, index_slice=slice(0, 0),
+        prefill_kv_indices=[], state_indices=None, trace_ctx=None,
+        staging_counted=False, wait_event=None, indices_event=None,
+    )  # fmt: skip
+    manager.__dict__.update(
+        session_lock=threading.Lock(), state_layout_rejections={},
+        failed_sessions=set(), failed_session_probes={}, enable_staging=False,
+        enable_trace=False, enable_deferred_decode_kv_release=False,
+        enable_custom_mem_pool=False, request_status={77: KVPoll.Transferring},
+        transfer_infos={77: {"d": request}}, decode_kv_args_table={"d": target},
+        _staging_outstanding={77: 0}, req_to_decode_prefix_len={}, bootstrap_port=1,
+    )  # fmt: skip
+    manager._get_dsa_cache_transfer_skip_flags = lambda _: (True, True)
+    manager._poison_unsettled_send = manager.poison_deferred_ack_room = lambda _: None
+    manager.conclude_transfer = lambda **outcome: concluded.append(outcome)
+    queue = mock.Mock()
+    queue.get.side_effect = [chunk, Stop]
+    with contextlib.suppress(Stop):
+        manager.transfer_worker(queue, mock.Mock())
 
 
 def run_bootstrap_thread(start, backend):

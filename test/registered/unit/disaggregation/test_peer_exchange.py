@@ -202,6 +202,20 @@ class TestDecodeRefuses(_WithServer):
         self.assertIsNone(prefill_check.refusal_of(decode, self.addr))
         self.assertEqual(decode.prefill_info_table[self.addr].target_pp_ranks, [0])
 
+    def test_a_prefills_mode_is_kept_for_its_requests(self):
+        """A slot without rows means draft KV from one prefill, nothing from another."""
+        allowed = {**NATIVE, "allow_cold_draft": True}
+        cold = {**NATIVE, "mode": "none", "algorithm": None}
+        for theirs, mode in ((NATIVE, "native"), (cold, "none"), (None, None)):
+            with self.subTest(mode=mode):
+                self.setUp()
+                self.prefill(theirs)
+                decode = self.decode(allowed)
+                self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+                self.assertIsNone(prefill_check.refusal_of(decode, self.addr))
+                info = decode.prefill_info_table[self.addr]
+                self.assertEqual(info.peer_description.get("mode"), mode)
+
     def test_page_size_is_refused_not_raised(self):
         self.prefill({**NATIVE, "page_size": 64}, page_size=64)
         decode = self.decode()

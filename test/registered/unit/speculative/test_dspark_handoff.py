@@ -26,6 +26,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
+from sglang.srt.speculative.dspark_components import (
+    dspark_handoff_decode as decode_side,
+)
 from sglang.srt.speculative.dspark_components import dspark_handoff_knobs as knobs
 from sglang.srt.speculative.dspark_components import dspark_handoff_startup as startup
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
@@ -116,6 +119,7 @@ class KnobCase(CustomTestCase):
         patch.start()
         self.addCleanup(patch.stop)
         self.addCleanup(tails.activate, None)
+        self.addCleanup(decode_side.forget_draft)
 
     def set_knobs(self, **values):
         names = dict(capture=CAPTURE, ids=LAYER_IDS, tail=TAIL, partial=PARTIAL)
@@ -610,7 +614,7 @@ class TestAttach(KnobCase):
             with self.refuse("--max-running-requests"):
                 self.attach(self.scheduler())
 
-    def decode(self, captured=(0, 2, 4)):
+    def decode(self, captured=(0, 2, 4), pool=None):
         scheduler = self.scheduler(
             disaggregation_mode="decode", speculative_algorithm="DSPARK"
         )
@@ -621,7 +625,7 @@ class TestAttach(KnobCase):
         aux = SimpleNamespace(dflash_target_layer_ids=list(captured))
         scheduler.draft_worker = SimpleNamespace(
             draft_model_runner=runner,
-            primary_draft_kv_pool=None,
+            primary_draft_kv_pool=pool,
             model_runner=SimpleNamespace(spec_aux_config=aux),
         )
         return scheduler
@@ -632,6 +636,16 @@ class TestAttach(KnobCase):
         self.set_knobs(tail=-1)
         self.assertEqual(self.attach(self.decode()).spec.tail_tokens, 31)
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
+
+    def test_partial_tail_needs_a_pool_that_can_be_cleared(self):
+        """Else the first request would raise in the scheduler's loop."""
+        self.set_knobs(tail=4, partial=1)
+        with self.refuse("keeps no row per token slot"):
+            self.attach(self.decode())
+        rows = SimpleNamespace(k_buffer=[], v_buffer=[])
+        masked = SimpleNamespace(set_swa_valid_from=None)
+        for pool in (rows, masked):
+            self.assertIsNotNone(self.attach(self.decode(pool=pool)))
 
     def test_remapped_layers_are_refused(self):
         self.set_knobs(tail=-1)

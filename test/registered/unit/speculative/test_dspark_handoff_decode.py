@@ -69,6 +69,18 @@ def make_req(room=ROOM, row=1, rid="d"):
     )  # fmt: skip
 
 
+def received(req, mode=None):
+    """A request as the transfer queue holds it; ``mode`` is what its prefill says."""
+    info = SimpleNamespace()
+    if mode is not None:
+        info.peer_description = {"version": 1, "mode": mode}
+    manager = SimpleNamespace(prefill_info_table={"h:1": info})
+    receiver = SimpleNamespace(kv_mgr=manager, bootstrap_addr="h:1", clear=lambda: None)
+    return SimpleNamespace(
+        req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False
+    )
+
+
 class Pool:
     """A dense draft pool, one row per token slot."""
 
@@ -139,10 +151,17 @@ def make_batch(*pairs):
     return SimpleNamespace(reqs=list(reqs), seq_lens_cpu=torch.tensor(seq_lens))
 
 
-class TestCommit(CustomTestCase):
-    def commit(self, buffers, req, slot=0):
-        decode.commit_tail_rows(buffers, slot, req)
+class DraftCase(CustomTestCase):
+    def setUp(self):
+        self.addCleanup(decode.forget_draft)
+        decode.adopt_draft(Pool(), 4)
+
+    def commit(self, buffers, req, slot=0, mode=None):
+        decode.commit_tail_rows(buffers, slot, received(req, mode))
         return req
+
+
+class TestCommit(DraftCase):
 
     def test_commit_takes_rows(self):
         """The queue's own commit takes the rows while the slot is still the request's."""
@@ -157,11 +176,7 @@ class TestCommit(CustomTestCase):
         req = make_req()
         req.output_ids, req.return_logprob, req.return_sampling_mask = [], False, False
         req.time_stats = mock.Mock()
-        entry = SimpleNamespace(
-            req=req, metadata_buffer_index=0, kv_receiver=mock.Mock(),
-            is_rebootstrap=False,
-        )  # fmt: skip
-        queue._commit_transfer_to_req(entry)
+        queue._commit_transfer_to_req(received(req))
         buffers.dspark_tail.storage.zero_()
         torch.testing.assert_close(req.dspark_tail_rows.rows, expected)
         self.assertEqual(req.dspark_tail_rows[:2], (5, 9))
@@ -173,14 +188,57 @@ class TestCommit(CustomTestCase):
         self.assertEqual(taken[:2], (0, 2))
         torch.testing.assert_close(taken.rows, expected)
 
-    def test_native_prefill_brings_none(self):
-        req = self.commit(make_buffers(), make_req())
-        self.assertIsNone(req.dspark_tail_rows)
-        self.assertIsNone(req.finished_reason)
+    def test_draft_kv_is_kept_only_where_it_came(self):
+        """Without a header it is the prefill's mode that says what was written."""
+        expecting, plain = make_buffers, SimpleNamespace
+        for mode, buffers, kept in (
+            ("native", expecting, True),
+            ("none", expecting, False),
+            ("tail", expecting, False),
+            (None, expecting, False),
+            ("native", plain, True),
+            ("none", plain, False),
+            (None, plain, True),
+        ):
+            with self.subTest(mode=mode, buffers=buffers.__name__):
+                req = self.commit(buffers(), make_req(), mode=mode)
+                expected = None if kept else decode.NO_ROWS
+                self.assertEqual(req.dspark_tail_rows, expected)
+                self.assertIsNone(req.finished_reason)
 
-    def test_engine_without_tail(self):
-        req = self.commit(SimpleNamespace(), make_req())
+    def test_undescribed_prefill_is_named_once(self):
+        with self.assertLogs(decode.logger, "WARNING") as logs:
+            for _ in range(3):
+                self.commit(make_buffers(), make_req())
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("h:1", logs.output[0])
+
+    def test_warm_up_brings_nothing(self):
+        req = make_req()
+        req.bootstrap_host = FAKE_BOOTSTRAP_HOST
+        self.commit(make_buffers(), req, mode="native")
+        self.assertEqual(req.dspark_tail_rows, decode.NO_ROWS)
+
+    def test_engine_without_draft(self):
+        decode.forget_draft()
+        req = self.commit(make_buffers(), make_req())
         self.assertFalse(hasattr(req, "dspark_tail_rows"))
+
+    def test_no_rows_with_shared_slots(self):
+        """Clearing them would change the draft KV of other requests."""
+        decode.adopt_draft(Pool(), 4, shares_slots=True)
+        buffers = make_buffers()
+        fill(buffers, 9)
+        self.assertIsNone(self.commit(buffers, make_req()).finished_reason)
+        buffers.dspark_tail.headers[0, 2:4] = torch.tensor([9, 0])
+        self.refused(buffers, "enable-radix-cache")
+        buffers.dspark_tail.clear(0)
+        self.refused(buffers, "enable-radix-cache")
+        warm_up = make_req()
+        warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
+        self.assertIsNone(self.commit(buffers, warm_up).finished_reason)
+        decode.adopt_draft(MaskedPool(), 4, shares_slots=True)
+        self.assertIsNone(self.commit(buffers, make_req()).finished_reason)
 
     def refused(self, buffers, pattern, room=ROOM):
         req = make_req(room=room)
@@ -222,16 +280,27 @@ def committed_fields():
     return (*[numbers] * 13, room)
 
 
-class TestInject(CustomTestCase):
+class TestInject(DraftCase):
     def setUp(self):
+        super().setUp()
         self.buffers, self.worker = make_buffers(), make_worker()
         self.scheduler = make_scheduler(self.buffers, self.worker)
 
     def arrive(self, prompt, row, slot=0, salt=0, rid="d"):
         rows = fill(self.buffers, prompt, slot=slot, salt=salt)
         req = make_req(row=row, rid=rid)
-        decode.commit_tail_rows(self.buffers, slot, req)
+        self.commit(self.buffers, req, slot)
         return req, rows
+
+    def cleared(self, pool=None):
+        """Token slots that are zero in every layer."""
+        pool = pool or self.worker.draft_model_runner.token_to_kv_pool
+        zero = [(buf == 0).flatten(1).all(1) for buf in pool.k_buffer + pool.v_buffer]
+        return set(torch.nonzero(torch.stack(zero).all(0)).flatten().tolist())
+
+    def slots(self, row, begin, end):
+        table = self.worker.model_runner.req_to_token_pool.req_to_token
+        return set(table[row, begin:end].tolist())
 
     def inject(self, *pairs):
         decode.inject_tail_rows(self.scheduler, make_batch(*pairs))
@@ -252,62 +321,113 @@ class TestInject(CustomTestCase):
         one, first = self.arrive(9, row=1, slot=0, salt=1)
         two, second = self.arrive(2, row=3, slot=1, salt=2)
         native = make_req(row=2)
-        decode.commit_tail_rows(self.buffers, 2, native)
+        self.commit(self.buffers, native, 2, mode="native")
         calls = self.inject((one, 9), (native, 5), (two, 2))
         self.assertEqual(len(calls), 1)
         torch.testing.assert_close(calls[0][0], torch.cat([first, second]))
         self.assertEqual(calls[0][2].tolist(), [5, 6, 7, 8, 0, 1])
 
-    def test_large_batches_are_written_in_groups(self):
-        arrived = [self.arrive(9, row=i, slot=i) for i in range(4)]
-        with mock.patch.object(decode, "MAX_ROWS_PER_CALL", 8):
-            calls = self.inject(*[(req, 9) for req, _ in arrived])
-        self.assertEqual([len(call[0]) for call in calls], [8, 8])
+    def test_device_memory_is_bounded_in_bytes(self):
+        """A call holds that many bytes of rows once, whatever a row or a tail takes."""
+        row_bytes = WIDTH * 4
+        arrived = [self.arrive(9, row=i, slot=i, salt=100 * i) for i in range(4)]
+        expected = torch.cat([rows for _, rows in arrived])
+        allocated = []
+        empty = torch.empty
+
+        def count(*args, **kwargs):
+            allocated.append(empty(*args, **kwargs))
+            return allocated[-1]
+
+        for rows, sizes in ((8, [8, 8]), (6, [6, 6, 4]), (3, [3] * 5 + [1])):
+            for req, mine in arrived:
+                req.dspark_tail_rows = decode.TailRows(5, 9, mine)
+            limit = rows * row_bytes + row_bytes // 2
+            allocated.clear()
+            self.worker.draft_model.calls.clear()
+            with (
+                self.subTest(rows=rows),
+                mock.patch.object(decode, "MAX_BYTES_PER_CALL", limit),
+                mock.patch.object(torch, "empty", count),
+            ):
+                calls = self.inject(*[(req, 9) for req, _ in arrived])
+                self.assertEqual([len(call[0]) for call in calls], sizes)
+                torch.testing.assert_close(torch.cat([c[0] for c in calls]), expected)
+                positions = torch.cat([call[2] for call in calls]).tolist()
+                self.assertEqual(positions, [5, 6, 7, 8] * 4)
+                self.assertLessEqual(sum(t.nbytes for t in allocated), limit)
+
+    def test_pieces_know_the_requests_last_position(self):
+        """A ring keeps the rows next to it; a piece's own end would keep others."""
+        rows = torch.zeros(5, WIDTH)
+        with mock.patch.object(decode, "MAX_BYTES_PER_CALL", 2 * rows[0].nbytes):
+            groups = list(decode._groups([decode._Job(0, 3, 7, rows)]))
+        found = [(job.start, len(job.rows), job.final) for (job,) in groups]
+        self.assertEqual(found, [(3, 2, 7), (5, 2, 7), (7, 1, 7)])
 
     def test_native_draft_kv_is_left_alone(self):
         pool = self.worker.draft_model_runner.token_to_kv_pool
-        req = make_req()
-        decode.commit_tail_rows(self.buffers, 0, req)
-        self.assertEqual(self.inject((req, 9)), [])
+        for buffers in (self.buffers, SimpleNamespace()):
+            self.scheduler.disagg_metadata_buffers = buffers
+            req = self.commit(buffers, make_req(), mode="native")
+            self.assertEqual(self.inject((req, 9)), [])
         self.assertTrue(all((buf == 9).all() for buf in pool.k_buffer + pool.v_buffer))
+
+    def test_draft_kv_nobody_wrote_is_cleared(self):
+        """A cold draft and a warm-up, on decodes with and without a tail buffer."""
+        warm_up = make_req(row=2)
+        warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
+        for buffers in (self.buffers, SimpleNamespace()):
+            for mode, req in (("none", make_req(row=2)), ("native", warm_up)):
+                with self.subTest(mode=mode, tail=hasattr(buffers, "dspark_tail")):
+                    self.worker = make_worker()
+                    self.scheduler = make_scheduler(buffers, self.worker)
+                    self.commit(buffers, req, mode=mode)
+                    self.assertEqual(self.inject((req, 9)), [])
+                    self.assertEqual(self.cleared(), self.slots(2, 5, 9))
+
+    def test_shared_slots_are_not_cleared(self):
+        decode.adopt_draft(Pool(), 4, shares_slots=True)
+        req = make_req(row=2)
+        req.bootstrap_host = FAKE_BOOTSTRAP_HOST
+        self.commit(self.buffers, req)
+        self.inject((req, 9))
+        self.assertEqual(self.cleared(), set())
+
+    def test_resumed_request_keeps_its_draft_kv(self):
+        """It is prebuilt again without a transfer; its rows were restored."""
+        req, _ = self.arrive(9, row=2)
+        self.inject((req, 9))
+        self.worker.draft_model.calls.clear()
+        self.assertEqual(self.inject((req, 12)), [])
+        self.assertEqual(self.cleared(), set())
 
     def test_uncovered_rows_are_cleared(self):
         """Acceptance must not depend on who used the slots before."""
-        self.buffers = make_buffers(make_spec(tail_tokens=4, window_need=None))
-        self.scheduler.disagg_metadata_buffers = self.buffers
+        decode.adopt_draft(Pool(), None)
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
-        pool = self.worker.draft_model_runner.token_to_kv_pool
-        table = self.worker.model_runner.req_to_token_pool.req_to_token
-        cleared = set(table[2, :5].tolist())
-        for buf in pool.k_buffer + pool.v_buffer:
-            zero = set(torch.nonzero((buf == 0).flatten(1).all(1)).flatten().tolist())
-            self.assertEqual(zero, cleared)
+        self.assertEqual(self.cleared(), self.slots(2, 0, 5))
 
     def test_only_the_window_is_cleared(self):
         self.buffers = make_buffers(make_spec(tail_tokens=2, window_need=5))
-        self.scheduler.disagg_metadata_buffers = self.buffers
+        decode.adopt_draft(Pool(), 5)
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
-        pool = self.worker.draft_model_runner.token_to_kv_pool
-        table = self.worker.model_runner.req_to_token_pool.req_to_token
-        zero = torch.nonzero((pool.k_buffer[0] == 0).flatten(1).all(1)).flatten()
-        self.assertEqual(set(zero.tolist()), set(table[2, 4:7].tolist()))
+        self.assertEqual(self.cleared(), self.slots(2, 4, 7))
 
     def test_covered_window_clears_nothing(self):
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
-        pool = self.worker.draft_model_runner.token_to_kv_pool
-        self.assertTrue((pool.k_buffer[0] == 9).all())
+        self.assertEqual(self.cleared(), set())
 
     def test_incomplete_tail_is_cleared_not_read(self):
         req = make_req(row=2)
-        req.dspark_tail_rows = decode.TailRows(9, 9, None)
+        fill(self.buffers, 9)
+        self.buffers.dspark_tail.headers[0, 2:4] = torch.tensor([9, 0])
+        self.commit(self.buffers, req)
         self.assertEqual(self.inject((req, 9)), [])
-        pool = self.worker.draft_model_runner.token_to_kv_pool
-        table = self.worker.model_runner.req_to_token_pool.req_to_token
-        zero = torch.nonzero((pool.k_buffer[0] == 0).flatten(1).all(1)).flatten()
-        self.assertEqual(set(zero.tolist()), set(table[2, 5:9].tolist()))
+        self.assertEqual(self.cleared(), self.slots(2, 5, 9))
 
     def test_rows_of_another_length_are_dropped(self):
         req, _ = self.arrive(9, row=2)
@@ -322,17 +442,37 @@ class TestInject(CustomTestCase):
         req, _ = self.arrive(9, row=2)
         fake = make_req(row=3)
         fake.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        fake.dspark_tail_rows = None
-        pool.swa_valid_from[3] = 1
-        self.inject((req, 9), (fake, 7))
-        self.assertEqual(pool.swa_valid_from.tolist(), [0, 0, 5, 7])
+        self.commit(self.buffers, fake, 1)
+        cold = self.commit(self.buffers, make_req(row=1), 1, mode="none")
+        pool.swa_valid_from[:] = 1
+        self.inject((req, 9), (fake, 7), (cold, 8))
+        self.assertEqual(pool.swa_valid_from.tolist(), [1, 8, 5, 7])
         self.assertTrue((pool.k_buffer[0] == 9).all())
 
-    def test_pool_without_rows_per_slot_is_refused(self):
+    def test_pages_are_cleared_by_token_slot(self):
+        """With SGLANG_USE_HND_KVCACHE a buffer's first axis is pages."""
         pool = Pool()
-        pool.use_hnd = True
+        pool.use_hnd, pool.kv_cache_layout, pool.page_size = True, "hnd", 4
+        pool.k_buffer = [torch.ones(3, HEADS, 4, 2)]
+        pool.v_buffer = [torch.ones(3, HEADS, 4, 3)]
+        decode.zero_kv_rows(pool, torch.tensor([1, 6, 7]))
+        for buf in pool.k_buffer + pool.v_buffer:
+            by_slot = buf.transpose(1, 2).flatten(0, 1)
+            zero = torch.nonzero((by_slot == 0).flatten(1).all(1)).flatten()
+            self.assertEqual(zero.tolist(), [1, 6, 7])
+
+    def test_pool_without_rows_per_slot_is_named(self):
+        pool = Pool()
+        pool.kv_cache_layout = "vectorized_5d"
         with self.assertRaisesRegex(RuntimeError, "keeps no row per token slot"):
             decode.zero_kv_rows(pool, torch.tensor([0]))
+        self.worker = make_worker(pool)
+        self.scheduler = make_scheduler(self.buffers, self.worker)
+        with self.assertLogs(decode.logger, "WARNING") as logs:
+            for _ in range(2):
+                cold = self.commit(self.buffers, make_req(), mode="none")
+                self.inject((cold, 9))
+        self.assertEqual(len(logs.output), 1)
 
     def test_prebuilt_batch_is_injected(self):
         """After the slots are final and before the batch can be merged and run."""
@@ -354,7 +494,7 @@ class TestRetraction(CustomTestCase):
     """Draft KV moves with the request, whatever its new slots held."""
 
     def setUp(self):
-        self.addCleanup(decode.keep_draft_rows_of, None, None)
+        self.addCleanup(decode.forget_draft)
         table = torch.arange(SLOTS * 16).view(SLOTS, 16)
         self.table = SimpleNamespace(req_to_token=table)
         self.pool = Pool()
@@ -380,7 +520,7 @@ class TestRetraction(CustomTestCase):
         return before, after
 
     def test_backup_saves_draft_rows(self):
-        decode.keep_draft_rows_of(self.pool, None)
+        decode.adopt_draft(self.pool, None)
         before, after = self.retract_and_resume()
         for mine, theirs in zip(before, after, strict=True):
             torch.testing.assert_close(mine[:9], theirs[:9])
@@ -388,7 +528,7 @@ class TestRetraction(CustomTestCase):
 
     def test_restore_writes_draft_rows(self):
         """A sliding draft needs its window only."""
-        decode.keep_draft_rows_of(self.pool, 4)
+        decode.adopt_draft(self.pool, 4)
         before, after = self.retract_and_resume()
         for mine, theirs in zip(before, after, strict=True):
             torch.testing.assert_close(mine[5:9], theirs[5:9])
@@ -396,7 +536,7 @@ class TestRetraction(CustomTestCase):
         self.assertIsNone(self.req.dspark_draft_backup)
 
     def test_other_engines_save_nothing(self):
-        decode.keep_draft_rows_of(None, None)
+        decode.forget_draft()
         _, after = self.retract_and_resume()
         self.assertTrue(all((buf == -1).all() for buf in after))
 

@@ -130,7 +130,11 @@ def _ensure_prefill(manager: Any, bootstrap_addr: str) -> bool:
         table.pop(bootstrap_addr, None)
         manager.peer_check_is_on = True
         try:
-            return manager.try_ensure_parallel_info(bootstrap_addr)
+            known = manager.try_ensure_parallel_info(bootstrap_addr)
+            if bootstrap_addr in table:
+                # Decode asks it per request whether draft KV comes with the target's.
+                table[bootstrap_addr].peer_description = theirs
+            return known
         except Exception as error:
             reason = f"[PD-UPSTREAM] {error}"
             if may_say(manager, reason):

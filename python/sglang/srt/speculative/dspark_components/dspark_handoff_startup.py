@@ -304,8 +304,10 @@ def _attach_decode(
     worker = scheduler.draft_worker
     draft_config = worker.draft_model_runner.model_config.hf_config
     facts = draft_facts(draft_config, scheduler.model_config)
-    dspark_handoff_decode.keep_draft_rows_of(
-        worker.primary_draft_kv_pool, facts.window_need
+    dspark_handoff_decode.adopt_draft(
+        worker.primary_draft_kv_pool,
+        facts.window_need,
+        shares_slots=cfg.disaggregation_decode_enable_radix_cache,
     )
     if not tail_expected():
         return
@@ -316,6 +318,15 @@ def _attach_decode(
             f"The draft's config names target layers {spec.layer_ids}, but this target "
             f"maps them to {tuple(captured)}. A tail from prefill is not supported for "
             "this pair; run DSPARK on prefill as well."
+        )
+    pool = worker.primary_draft_kv_pool
+    covered = spec.window_need is not None and spec.tail_tokens >= spec.window_need
+    masked = hasattr(pool, "set_swa_valid_from")
+    if not (covered or masked or dspark_handoff_decode.is_clearable(pool)):
+        raise HandoffConfigError(
+            f"Draft KV pool {type(pool).__name__} keeps no row per token slot, so what a "
+            "partial tail leaves open cannot be cleared. Let the tail cover the draft's "
+            "window, or run DSPARK on prefill as well."
         )
     tail = _build_tail(spec, buffers, size)
     dspark_handoff_tail.activate(tail)

@@ -19,11 +19,11 @@ row bytes, fingerprint, prompt tokens, zero), then ``tail_tokens`` rows of
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
     HEADER_BYTES,
     TailSpec,
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 MAGIC = 0x4453504B54_0001  # "DSPKT", layout version 1
 FRAME_MAGIC = b"dspark-tail/1:"
-# Registrations carry about twenty frames of their own before any trailing one.
-_FIRST_TRAILING_FRAME = 20
-_MAX_PEERS = 4096
+# Room, address, port and session come first in every registration. Releases differ in
+# how many frames follow, so the marked one is looked for behind these.
+_FIRST_TRAILING_FRAME = 4
 
 
 class TailHeader(NamedTuple):
@@ -194,7 +194,9 @@ def same_room(header: TailHeader, room: int | None) -> bool:
 # One scheduler, hence one set of metadata buffers, lives in a process.
 _local: TailBuffer | None = None
 _cap_tokens = 0
-_peers: OrderedDict[str, tuple[int, int, int]] = OrderedDict()
+# Kept as long as upstream keeps a peer's registration, which it never drops by age.
+_peers: dict[str, tuple[int, int, int]] = {}
+_without_layout: set[str] = set()
 
 
 def activate(tail: TailBuffer | None, *, cap_tokens: int = 0) -> None:
@@ -243,14 +245,15 @@ def take_tail_rows(batch: ScheduleBatch, logits_output: Any) -> None:
     if _local is None or not _cap_tokens:
         return
     hidden = logits_output.hidden_states
-    if hidden is None or batch.extend_lens is None:
+    if hidden is None:
         return
     if getattr(logits_output, "hidden_states_token_indices", None) is not None:
         raise RuntimeError(
             "Prefill capture got rows of a part of the tokens only; this attention "
             "backend drops late-layer tokens and cannot serve a handoff."
         )
-    if batch.reqs:
+    # An idle rank of DP attention runs dummy tokens, or none, for no request.
+    if batch.reqs and batch.extend_lens is not None:
         _local.take(batch, hidden)
     logits_output.hidden_states = None
 
@@ -289,8 +292,7 @@ def note_peer_tail(message: list[bytes]) -> None:
     _peers.pop(peer, None)
     if layout is not None:
         _peers[peer] = layout
-    while len(_peers) > _MAX_PEERS:
-        _peers.popitem(last=False)
+    _without_layout.discard(peer)
 
 
 def _parse_frame(frame: bytes) -> tuple[int, int, int] | None:
@@ -312,6 +314,18 @@ def tail_explains_aux_count(num_local: int, num_remote: int, peer: str) -> bool:
         return True
     own = 1 if _local is not None else 0
     return num_local - own == num_remote - (1 if peer in _peers else 0)
+
+
+def _say_without_layout(peer: str) -> None:
+    if peer in _without_layout:
+        return
+    _without_layout.add(peer)
+    logger.warning(
+        "Decode %s announced no place for rows; its requests get none and draft "
+        "without context. Set %s on it to this engine's value.",
+        peer,
+        envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name,
+    )
 
 
 def shape_tail_block(
@@ -339,6 +353,7 @@ def shape_tail_block(
         return None
     layout = _peers.get(peer)
     if layout is None:
+        _say_without_layout(peer)
         return None
     index, item_bytes, fingerprint = layout
     own = (len(manager.kv_args.aux_data_ptrs) - 1, _local.spec.item_bytes)
@@ -394,23 +409,32 @@ def reshape_mooncake_aux(
     slots: tuple[int, int],
     peer_ptrs: list[int],
     blocks: list[tuple],
-) -> None:
+) -> bool:
     """Replace the whole-slot tail block of a Mooncake metadata send, in place.
 
     Args:
         slots: metadata slots here and at the peer.
         blocks: (source address, target address, bytes).
+
+    Returns:
+        False when nothing may be sent; the reason is logged. The sender reports a
+        failed send for its room then, where an error would end its thread.
     """
     if _local is None or not _cap_tokens:
-        return
+        return True
     while len(blocks) >= len(manager.kv_args.aux_data_ptrs):
         blocks.pop()
-    block = shape_tail_block(
-        manager,
-        peer,
-        slot=slots[0],
-        peer_slot=slots[1],
-        peer_ptrs=peer_ptrs,
-    )
+    try:
+        block = shape_tail_block(
+            manager,
+            peer,
+            slot=slots[0],
+            peer_slot=slots[1],
+            peer_ptrs=peer_ptrs,
+        )
+    except RuntimeError as error:
+        logger.error("Sending nothing to decode %s: %s", peer, error)
+        return False
     if block is not None:
         blocks.append(block)
+    return True
