@@ -25,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     get_server_return_hidden_states_mode,
 )
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
 from sglang.srt.speculative.dspark_components import (
     dspark_handoff_decode as decode_side,
@@ -32,7 +33,6 @@ from sglang.srt.speculative.dspark_components import (
 from sglang.srt.speculative.dspark_components import dspark_handoff_knobs as knobs
 from sglang.srt.speculative.dspark_components import dspark_handoff_startup as startup
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase

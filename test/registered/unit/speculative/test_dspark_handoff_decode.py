@@ -162,7 +162,6 @@ class DraftCase(CustomTestCase):
 
 
 class TestCommit(DraftCase):
-
     def test_commit_takes_rows(self):
         """The queue's own commit takes the rows while the slot is still the request's."""
         buffers = make_buffers()

@@ -279,9 +279,7 @@ def _inject(worker: Any, groups: list[list[_Job]]) -> None:
     like = groups[0][0].rows
     most = max(sum(len(job.rows) for job in group) for group in groups)
     # All groups run on one stream, so each may overwrite the one before it.
-    staging = torch.empty(
-        (most, like.shape[1]), dtype=like.dtype, device=worker.device
-    )
+    staging = torch.empty((most, like.shape[1]), dtype=like.dtype, device=worker.device)
     for group in groups:
         _inject_group(worker, group, staging)
 
