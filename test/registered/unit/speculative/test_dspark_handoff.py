@@ -614,9 +614,9 @@ class TestAttach(KnobCase):
             with self.refuse("--max-running-requests"):
                 self.attach(self.scheduler())
 
-    def decode(self, captured=(0, 2, 4), pool=None):
+    def decode(self, captured=(0, 2, 4), pool=None, **args):
         scheduler = self.scheduler(
-            disaggregation_mode="decode", speculative_algorithm="DSPARK"
+            disaggregation_mode="decode", speculative_algorithm="DSPARK", **args
         )
         scheduler.spec_algorithm = SpeculativeAlgorithm.DSPARK
         runner = SimpleNamespace(
@@ -636,6 +636,23 @@ class TestAttach(KnobCase):
         self.set_knobs(tail=-1)
         self.assertEqual(self.attach(self.decode()).spec.tail_tokens, 31)
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
+
+    def test_decode_looks_after_its_draft(self):
+        """With and without a tail: slots that nobody wrote, shared or renumbered."""
+        cases = (
+            ({}, False, True),
+            ({"disaggregation_decode_enable_radix_cache": True}, True, True),
+            ({"dcp_size": 2}, False, False),
+            ({"enable_hisparse": True}, False, False),
+        )
+        for args, shares, plain in cases:
+            with self.subTest(args):
+                self.attach(self.decode(**args))
+                draft = decode_side._draft
+                self.assertEqual(draft.window_need, 31)
+                self.assertEqual(
+                    (draft.shares_slots, draft.plain_slots), (shares, plain)
+                )
 
     def test_partial_tail_needs_a_pool_that_can_be_cleared(self):
         """Else the first request would raise in the scheduler's loop."""

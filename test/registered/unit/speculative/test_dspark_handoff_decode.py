@@ -218,6 +218,12 @@ class TestCommit(DraftCase):
         self.commit(make_buffers(), req, mode="native")
         self.assertEqual(req.dspark_tail_rows, decode.NO_ROWS)
 
+    def test_slots_that_are_no_rows_are_left_alone(self):
+        """Under --dcp-size and the like they would name rows of other requests."""
+        decode.adopt_draft(Pool(), 4, plain_slots=False)
+        req = self.commit(SimpleNamespace(), make_req(), mode="none")
+        self.assertIsNone(req.dspark_tail_rows)
+
     def test_engine_without_draft(self):
         decode.forget_draft()
         req = self.commit(make_buffers(), make_req())

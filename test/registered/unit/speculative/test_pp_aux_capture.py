@@ -6,6 +6,7 @@ stage exit, stage entry and logits processor between them.
 
 from __future__ import annotations
 
+import itertools
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -154,15 +155,16 @@ class TestConfigure(CaptureCase):
 
     def test_prefill_graphs_are_refused(self):
         """Also on a stage that receives nothing: it would send what it recorded."""
-        for backend in ("breakable", "full"):
+        names = ("Qwen3ForCausalLM", "DeepseekV4ForCausalLM")
+        for backend, name in itertools.product(("breakable", "full"), names):
             for rank in (0, 1):
                 with (
-                    self.subTest(backend, rank=rank),
+                    self.subTest(backend, rank=rank, model=name),
                     self.assertRaisesRegex(
                         ValueError, f"{backend}.*--cuda-graph-backend-prefill disabled"
                     ),
                 ):
-                    model = make_model(4 * rank, 4 * rank + 4)
+                    model = make_model(4 * rank, 4 * rank + 4, name=name)
                     self.configure(model, [0, 2], rank, 2, graphs=backend)
 
     def test_one_stage_may_use_graphs(self):

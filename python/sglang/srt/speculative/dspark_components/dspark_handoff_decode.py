@@ -64,6 +64,7 @@ class _Draft(NamedTuple):
     pool: Any
     can_copy: bool
     shares_slots: bool
+    plain_slots: bool
 
     def first_read(self, seq_len: int) -> int:
         """The first position that the draft reads before ``seq_len``."""
@@ -75,7 +76,11 @@ _undescribed: set[str] = set()
 
 
 def adopt_draft(
-    pool: Any, window_need: int | None, *, shares_slots: bool = False
+    pool: Any,
+    window_need: int | None,
+    *,
+    shares_slots: bool = False,
+    plain_slots: bool = True,
 ) -> None:
     """Name the draft whose context this process looks after.
 
@@ -83,11 +88,14 @@ def adopt_draft(
         pool: its KV pool.
         window_need: rows it reads before a position, None for all.
         shares_slots: whether requests share token slots of a common prefix.
+        plain_slots: whether a request's token slots are rows of the pool. Where they
+            are not, a request without rows is left as upstream leaves it.
     """
     global _draft
     dense = hasattr(pool, "k_buffer") and hasattr(pool, "get_cpu_copy")
     masked = hasattr(pool, "set_swa_valid_from")
-    _draft = _Draft(window_need, pool, dense, shares_slots and not masked)
+    shares_slots = shares_slots and not masked
+    _draft = _Draft(window_need, pool, dense, shares_slots, plain_slots)
 
 
 def forget_draft() -> None:
@@ -141,6 +149,8 @@ def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
     that expects rows cannot have been meant to draft from KV that it did not announce;
     one that expects none keeps what upstream keeps.
     """
+    if not _draft.plain_slots:
+        return True
     if _is_warm_up(decode_req.req):
         return False
     receiver = decode_req.kv_receiver

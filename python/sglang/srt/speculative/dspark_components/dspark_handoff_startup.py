@@ -308,6 +308,7 @@ def _attach_decode(
         worker.primary_draft_kv_pool,
         facts.window_need,
         shares_slots=cfg.disaggregation_decode_enable_radix_cache,
+        plain_slots=not any(refused for refused, _ in _decode_refusals(cfg)),
     )
     if not tail_expected():
         return
