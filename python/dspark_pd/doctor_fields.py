@@ -62,6 +62,7 @@ NEIGHBOURS: Final = (
     "dwdp_size",
     "enable_fp32_lm_head",
     "ep_size",
+    "moe_data_parallel_size",
 )
 OUR_PREFIX: Final = "SGLANG_DSPARK_PD_"
 CAPTURE: Final = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"

@@ -62,7 +62,10 @@ class Command:
 
 def parse(text: str, role: str) -> Command:
     """Return what ``text`` says; raises NotArguments, and ValueError for bad syntax."""
-    return parse_json(text) if _is_json(text) else parse_command(text, role)
+    try:
+        return parse_json(text) if _is_json(text) else parse_command(text, role)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _is_json(text: str) -> bool:
@@ -80,10 +83,7 @@ def _is_json(text: str) -> bool:
 
 
 def parse_json(text: str) -> Command:
-    try:
-        document = json.loads(text)
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
+    document = json.loads(text)
     if not isinstance(document, dict):
         raise NotArguments(f"JSON of a {type(document).__name__}, not an object")
     args = document.get("server_args", document)
@@ -134,7 +134,11 @@ def parse_command(
 def _all_commands(text: str, outside: Mapping[str, str]) -> Iterator[list[Word]]:
     """Yield all commands; one that is handed to another shell, as by ``bash -c``, too."""
     for words in commands(text, outside):
-        inner = [word.text for word in words if _NESTED.search(word.text)]
+        inner = [
+            word.text
+            for word in words
+            if _NESTED.search(word.text) and len(word.text) < len(text)
+        ]
         for nested in inner:
             yield from _all_commands(nested, outside)
         if not inner:

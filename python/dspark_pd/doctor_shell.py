@@ -20,6 +20,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.A | re.S)
 _PREFIXES: Final = ("export", "declare", "local", "readonly", "-x", "-gx", "then", "do")
 _OPENING: Final = ("if", "case", "for", "while", "until")
 _CLOSING: Final = ("fi", "esac", "done")
+_QUOTE = re.compile(r'(?<!\\)"')
 _POSITIONAL: Final = ("@", "*")
 
 
@@ -138,7 +139,7 @@ class _Scanner:
                 quoted = quoted or bool(inner)
                 pieces = _joined(pieces, inner)
             elif char == "$" or char == "`":
-                pieces = _joined(pieces, _split(self._expansion()))
+                pieces = _joined(pieces, self._expansion(quoted=False))
             elif char == "(":
                 if not self._array(pieces[-1].text):
                     break
@@ -172,7 +173,7 @@ class _Scanner:
         while self.more and self.text[self.at] != mark:
             char = self.text[self.at]
             if mark == '"' and char in "$`":
-                start, found = self.at, self._expansion()
+                start, found = self.at, self._expansion(quoted=True)
                 gone += 0 if found else self.at - start
                 pieces = _joined(pieces, found)
             elif mark == '"' and char == "\\":
@@ -211,8 +212,8 @@ class _Scanner:
         line = self.text[:begin].count("\n") + 1
         raise ValueError(f"the bracket {opening} of line {line} is not closed")
 
-    def _expansion(self) -> list[Word]:
-        """Return the value of the variable or command here."""
+    def _expansion(self, quoted: bool) -> list[Word]:
+        """Return the value of the variable or command here, split unless quoted."""
         begin = self.at
         following = self.text[begin + 1 : begin + 2]
         if self.text[begin] == "`":
@@ -223,44 +224,50 @@ class _Scanner:
         elif following == "{":
             self.at += 1
             inner = self._bracketed("{", "}")
-            return self._braced(inner, self.text[begin : self.at])
+            return self._braced(inner, self.text[begin : self.at], quoted)
         else:
             found = _EXPANSION.match(self.text, begin + 1)
             self.at = begin + 1 + len(found[1] if found else "")
             if found is None:
                 return [Word("$")]
-            return self._value(found[1], self.text[begin : self.at])
+            return self._value(found[1], self.text[begin : self.at], quoted)
         return [_unread(self.text[begin : self.at])]
 
-    def _value(self, name: str, shown: str) -> list[Word]:
+    def _value(self, name: str, shown: str, quoted: bool) -> list[Word]:
         # Arguments of the script itself: a script is described as it starts alone.
         if name in _POSITIONAL:
             return []
-        return self.variables.get(name, [_unread(shown)])
+        words = self.variables.get(name, [_unread(shown)])
+        return words if quoted else _split(words)
 
-    def _braced(self, inner: str, shown: str) -> list[Word]:
+    def _braced(self, inner: str, shown: str, quoted: bool) -> list[Word]:
         """Return the value of ``${inner}``."""
         found = _EXPANSION.match(inner)
         if found is None:
             return [_unread(shown)]
         name, operator, rest = found[1], found[3], inner[found.end() :]
         if not operator:
-            return [_unread(shown)] if rest else self._value(name, shown)
+            return [_unread(shown)] if rest else self._value(name, shown, quoted)
         known = self.variables.get(name)
         given = known is not None and (
             ":" not in operator or any(word.text or word.unread for word in known)
         )
         if operator[-1] == "+":
-            return self._words_of(rest) if given else [Word("")]
+            return self._words_of(rest, quoted) if given else [Word("")]
         if given:
-            return known or []
+            return self._value(name, shown, quoted)
         if operator[-1] == "?":
             return [_unread(f"${{{name}}}")]
-        return self._words_of(rest) or [Word("")]
+        words = self._words_of(rest, quoted) or [Word("")]
+        if operator[-1] == "=":
+            self.variables[name] = words
+        return words
 
-    def _words_of(self, text: str) -> list[Word]:
-        inner = _Scanner(text, self.variables)
-        return inner.command()
+    def _words_of(self, text: str, quoted: bool) -> list[Word]:
+        if not quoted:
+            return _Scanner(text, self.variables).command()
+        # Quotes inside quoted braces go, and nothing is split.
+        return _Scanner(f'"{_QUOTE.sub("", text)}"', self.variables)._quoted('"')
 
 
 def _joined(pieces: list[Word], more: list[Word]) -> list[Word]:

@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import ast
-import http.server
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
+from doctor_bench import DRAFT, QWEN, Bench, command, dspark
 from dspark_pd.doctor import diagnose
 from dspark_pd.doctor_agreement import load
 from dspark_pd.doctor_checks import CHECKS, STAGED_CAPTURE
 from dspark_pd.doctor_files import parse_command
-from dspark_pd.doctor_inputs import Engine, read_engine
+from dspark_pd.doctor_inputs import read_engine
 from outcome import Run
 
 pytestmark = pytest.mark.unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-QWEN = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-}
-DRAFT = {
-    **QWEN,
-    "architectures": ["Qwen3DSparkModel"],
-    "num_hidden_layers": 2,
-    "dflash_config": {"target_layer_ids": [0, 1, 2]},
-}
 SLIDING = {**DRAFT, "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}
 V4 = {
     **QWEN,
@@ -51,46 +32,9 @@ V4 = {
 }
 
 
-class Bench:
-    """Writes models and argument files below one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def model(self, name: str, config: dict) -> str:
-        path = self.folder / name
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config))
-        return str(path)
-
-    def file(self, name: str, text: str) -> str:
-        path = self.folder / name
-        path.write_text(text)
-        return str(path)
-
-    def engine(self, role: str, text: str) -> Engine:
-        return read_engine(role, self.file(f"{role}.sh", text), 1.0)
-
-    def codes(self, prefill: str, decode: str) -> list[str]:
-        pair = self.engine("prefill", prefill), self.engine("decode", decode)
-        return [finding.code for finding in diagnose(*pair)]
-
-
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
-
-
-def command(model: str, role: str, *flags: str, env: str = "") -> str:
-    return (
-        f"{env} sglang serve --model-path {model} --disaggregation-mode {role} "
-        f"--disaggregation-transfer-backend nixl {' '.join(flags)}"
-    )
-
-
-def dspark(bench: Bench, config: dict = DRAFT, name: str = "draft") -> str:
-    path = bench.model(name, config)
-    return f"--speculative-algorithm DSPARK --speculative-draft-model-path {path}"
 
 
 # -- reading ----------------------------------------------------------------------------
@@ -435,159 +379,3 @@ def test_the_table_is_the_overlays_own_file() -> None:
     rules = load("peer_agreement_rules")
     expected = REPOSITORY / "python/sglang/srt/disaggregation/common"
     assert Path(rules.__file__).parent == expected
-
-
-# -- running engines --------------------------------------------------------------------
-
-
-class _Server(http.server.BaseHTTPRequestHandler):
-    """Answers as a prefill engine and as its bootstrap server."""
-
-    answers: ClassVar[dict] = {}
-    header: str | None = None
-
-    def do_GET(self) -> None:
-        known = self.path.partition("?")[0] in self.answers
-        body = json.dumps(self.answers.get(self.path.partition("?")[0])).encode()
-        self.send_response(200 if known else 404)
-        if self.header and self.path.startswith("/route"):
-            self.send_header("X-SGLang-Peer-Description", self.header)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def serve() -> Iterator:
-    servers = []
-
-    def start(args: dict, header: str | None = None) -> str:
-        handler = type("Handler", (_Server,), {"header": header})
-        server = http.server.HTTPServer(("127.0.0.1", 0), handler)
-        args = {"disaggregation_bootstrap_port": server.server_port, **args}
-        handler.answers = {"/server_info": args, "/route": {}}
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        address = f"http://127.0.0.1:{server.server_port}"
-        start.handlers[address] = handler
-        return address
-
-    start.handlers = {}
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_running_engines(serve, bench: Bench, run: Run) -> None:
-    args = {
-        "model_path": bench.model("qwen", QWEN),
-        "page_size": 64,
-        "speculative_algorithm": None,
-        "version": "0.5.23",
-    }
-    published = json.dumps({"version": 1, "page_size": 64, "mode": "none"})
-    prefill = serve({**args, "disaggregation_mode": "prefill"}, published)
-    decode = serve({**args, "disaggregation_mode": "decode"})
-    outcome = run("doctor", "--prefill", prefill, "--decode", decode)
-    assert outcome.code == 0, outcome.out
-
-
-def test_what_a_running_prefill_publishes_counts_most(serve, run: Run) -> None:
-    published = json.dumps({"version": 1, "page_size": 1, "mode": "none"})
-    prefill = serve({"page_size": None, "tp_size": 1}, published)
-    decode = serve({"page_size": 64, "tp_size": 1})
-    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
-    codes = [finding["code"] for finding in outcome.data["findings"]]
-    assert (outcome.code, codes[0]) == (1, "PD-PAGE-SIZE")
-
-
-def test_a_prefill_without_this_agreement_is_named(serve, run: Run) -> None:
-    prefill, decode = serve({"tp_size": 1}), serve({"tp_size": 1})
-    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
-    assert "DOC-UNPATCHED" in [f["code"] for f in outcome.data["findings"]]
-
-
-SHOWN = {
-    "version": 1,
-    "page_size": 64,
-    "mode": "native",
-    "algorithm": "DSPARK",
-    "draft_weights": "aaaa",
-}
-
-
-def showing(description: dict | None, **args) -> dict:
-    state = {"peer_description": description} if description else {"tp_size": 1}
-    return {"version": "0.5.23", "tp_size": 1, "internal_states": [state], **args}
-
-
-def codes_of(run: Run, prefill: str, decode: str) -> list[str]:
-    outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
-    return [finding["code"] for finding in outcome.data["findings"]]
-
-
-def test_what_running_engines_show_counts_most(serve, run: Run) -> None:
-    """Not the page size of their arguments, and no guess about their environment."""
-    decode = serve(showing({**SHOWN, "mode": "tail"}, page_size=1))
-    assert codes_of(run, serve(showing(SHOWN, page_size=16)), decode) == []
-    tail = {**SHOWN, "mode": "tail", "algorithm": None}
-    assert codes_of(run, serve(showing(tail)), decode) == ["DOC-TAIL-RADIX"]
-    native = serve(showing(SHOWN))
-    assert codes_of(run, serve(showing(tail)), native)[0] == "PD-MODE"
-    paged = serve(showing({**SHOWN, "page_size": 16}))
-    assert codes_of(run, native, paged) == ["PD-PAGE-SIZE"]
-
-
-def test_a_patched_engine_and_one_that_is_not(serve, run: Run) -> None:
-    """As the patched one will see it."""
-    stock = {"speculative_algorithm": "DSPARK", "page_size": 64}
-    patched, unpatched = serve(showing(SHOWN)), serve(showing(None, **stock))
-    assert codes_of(run, unpatched, patched)[0] == "PD-UNPATCHED-PREFILL"
-    both = codes_of(run, patched, unpatched)
-    assert "PD-UNPATCHED-DECODE" in both
-    assert "DOC-UNPATCHED" in both
-
-
-def test_two_engines_without_the_agreement_are_compared(serve, run: Run) -> None:
-    drafts = serve(showing(None, speculative_algorithm="DSPARK"))
-    codes = codes_of(run, serve(showing(None)), drafts)
-    assert codes[0] == "PD-COLD-DRAFT"
-    assert codes.count("DOC-UNPATCHED") == 2
-
-
-@pytest.mark.parametrize("answer", [[], "text", None])
-def test_a_server_that_is_no_engine(serve, run: Run, answer) -> None:
-    address = serve({})
-    # Any JSON but an object of arguments.
-    serve.handlers[address].answers["/server_info"] = answer
-    outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
-    assert outcome.code == 1
-    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
-
-
-def test_a_port_that_does_not_speak_http(run: Run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.sendall(b"SSH-2.0-nobody\r\n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
-    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
-
-
-def test_an_engine_that_does_not_answer(run: Run) -> None:
-    address = "http://127.0.0.1:9"
-    outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
-    assert outcome.code == 1
-    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
