@@ -43,6 +43,17 @@ def test_apply_twice_is_apply_once(run: Run, site: Path) -> None:
     assert snapshot(site) == once
 
 
+def test_a_second_apply_says_so_in_one_line(run: Run, site: Path) -> None:
+    first = run("apply", "--target", site, text=True)
+    second = run("apply", "--target", site, text=True)
+    loud = run("apply", "--target", site, "-v", text=True)
+    assert len(first.out.splitlines()) == 5
+    assert second.out.splitlines()[1:] == [
+        "already applied: 2 modules, 1 hunks in 1 files, +4 lines"
+    ]
+    assert set(first.out.splitlines()[1:-1]) <= set(loud.out.splitlines())
+
+
 def test_a_text_over_lines_is_left_alone(run: Run, site: Path) -> None:
     """ast-grep indents the text of a string again when it repeats a statement."""
     fake_sglang.install(site, "1.1.0")

@@ -205,3 +205,31 @@ def test_a_set_without_its_tests_is_refused(
     (repository / "test").rename(repository / "elsewhere")
     outcome = run("export", checkout)
     assert (outcome.code, outcome.codes) == (3, ["T104"])
+
+
+@pytest.mark.parametrize("out", ["bad branch", "a..b", "-x", "no/folder/x.patch"])
+def test_an_output_that_cannot_be_is_refused(
+    run: Run, checkout: Path, out: str
+) -> None:
+    before = git(checkout, "for-each-ref")
+    outcome = run("export", checkout, f"--out={out}")
+    assert (outcome.code, outcome.codes) == (2, ["U005"])
+    (error,) = outcome.document["errors"]
+    assert out in error["title"]
+    given = error["next"].rpartition(" --out ")[2]
+    assert given and given != out
+    assert git(checkout, "for-each-ref") == before
+    if not out.endswith(".patch"):
+        assert run("export", checkout, "--out", given).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("none", "no folder"), ("file", "is a file")]
+)
+def test_a_path_that_is_no_folder_is_said_as_such(
+    run: Run, tmp_path: Path, name: str, found: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = run("export", tmp_path / name)
+    assert (outcome.code, outcome.codes) == (3, ["T104"])
+    assert found in outcome.document["errors"][0]["found"]

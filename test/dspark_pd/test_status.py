@@ -143,3 +143,31 @@ def test_list_counts_identities_not_variants(run: Run) -> None:
     assert [i["id"] for i in run("list", "--component", "cpu").data["hunks"]] == [
         ids[0]
     ]
+
+
+def test_status_in_text_has_columns_and_details(run: Run, site: Path) -> None:
+    brief = run("status", "--target", site, text=True)
+    rows = [line.split() for line in brief.out.splitlines()[1:-1]]
+    assert rows[0][:3] == ["needed", "native", "relay.keep-input"]
+    assert any("(since 1.2.0)" in line for line in brief.out.splitlines())
+    assert "(not needed" not in brief.out
+    loud = run("status", "--target", site, "-v", text=True)
+    assert loud.out.startswith(brief.out)
+    assert "relay.keep-input  Keep what nobody stored" in loud.out
+    assert "drop when symbol: srt/start.py::check" in loud.out
+
+
+def test_list_names_files_and_releases(run: Run) -> None:
+    lines = run("list", text=True).out.splitlines()
+    (line,) = [line for line in lines if "start.check-settings" in line]
+    assert "1.0.0 to 1.1.0" in line and " srt/start.py " in line
+
+
+@pytest.mark.parametrize("prefix", ["", "sglang/", "python/sglang/"])
+def test_list_of_one_file(run: Run, prefix: str) -> None:
+    outcome = run("list", f"{prefix}srt/start.py")
+    assert [hunk["id"] for hunk in outcome.data["hunks"]] == ["start.check-settings"]
+    assert outcome.data["modules"] == []
+    module = run("list", f"{prefix}srt/agreement/rules.py")
+    assert [m["component"] for m in module.data["modules"]] == ["handshake"]
+    assert module.data["hunks"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -129,3 +130,35 @@ def test_a_post_release_is_not_taken_for_known(run: Run, site: Path) -> None:
     info = site / f"sglang-{fake_sglang.LATEST}.dist-info"
     info.rename(site / f"sglang-{fake_sglang.LATEST}.post1.dist-info")
     assert run("apply", "--target", site).codes == ["T103"]
+
+
+@pytest.mark.parametrize("recorded", ["nothing", "1.3.0"])
+def test_an_assumed_release_is_remembered(run: Run, site: Path, recorded: str) -> None:
+    """What the user vouched for at apply holds for the verbs that follow."""
+    if recorded == "nothing":
+        shutil.rmtree(site / f"sglang-{fake_sglang.LATEST}.dist-info")
+        (site / "sglang/_version.py").unlink()
+    else:
+        info = site / f"sglang-{fake_sglang.LATEST}.dist-info"
+        info.rename(info.with_name(f"sglang-{recorded}.dist-info"))
+    before = fake_sglang.snapshot(site)
+    target = ["--target", site]
+    assert run("status", *target).code == 3
+    assert run("apply", *target, "--assume-version", fake_sglang.LATEST).code == 0
+    for verb in ("status", "diff", "apply"):
+        outcome = run(verb, *target)
+        assert outcome.code == 0, outcome.out
+        assert outcome.document["target"]["source"] == "assumed at apply"
+        assert outcome.document["target"]["release"] == fake_sglang.LATEST
+    assert run("revert", *target).code == 0
+    assert fake_sglang.snapshot(site) == before
+
+
+def test_an_assumed_release_ends_with_an_update(run: Run, site: Path) -> None:
+    info = site / f"sglang-{fake_sglang.LATEST}.dist-info"
+    unknown = info.rename(info.with_name("sglang-1.3.0.dist-info"))
+    run("apply", "--target", site, "--assume-version", fake_sglang.LATEST)
+    unknown.rename(unknown.with_name("sglang-1.4.0.dist-info"))
+    outcome = run("status", "--target", site)
+    assert (outcome.code, outcome.codes[0]) == (3, "T103")
+    assert outcome.data["updated"] is True

@@ -7,6 +7,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from dspark_pd import fsops
 from dspark_pd.errors import Refused, from_os_error, refuse
@@ -81,18 +82,21 @@ def _need_free(checkout: Checkout, out: str) -> None:
             refuse("U003", name=f"file {out}", hint=f"rm {shlex.quote(out)}")
         if not folder.is_dir():
             wanted, found = "a folder that exists", f"no folder {folder}"
-            refuse("U005", name=out, wanted=wanted, found=found, give=Path(out).name)
+            _refuse_out(checkout, out, wanted, found, Path(out).name)
     elif not checkout.takes_branch(out):
-        refuse(
-            "U005",
-            name=out,
-            wanted="a name that git takes for a branch, or a file ending in .patch",
-            found="a name that git does not take",
-            give=re.sub(r"[^\w./]+", "-", out, flags=re.A).strip("-./") or "dspark-pd",
-        )
+        wanted = "a name that git takes for a branch, or a file ending in .patch"
+        give = re.sub(r"[^\w/]+", "-", out, flags=re.A).strip("-/") or "dspark-pd"
+        _refuse_out(checkout, out, wanted, "a name that git does not take", give)
     elif checkout.has_branch(out):
-        hint = f"git -C {checkout.root} branch -D {out}"
+        hint = f"git -C {shlex.quote(str(checkout.root))} branch -D {out}"
         refuse("U003", name=f"branch {out}", hint=hint)
+
+
+def _refuse_out(
+    checkout: Checkout, out: str, wanted: str, found: str, give: str
+) -> NoReturn:
+    root = shlex.quote(str(checkout.root))
+    refuse("U005", name=out, wanted=wanted, found=found, give=give, checkout=root)
 
 
 def _commits(

@@ -1,0 +1,221 @@
+"""What the commands in messages name, and that no fault ends in a traceback."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import fake_sglang
+from dspark_pd import exit_codes
+from dspark_pd.cli import main
+from dspark_pd.error_catalogue import catalogue
+from dspark_pd.errors import Problem, on_target
+from outcome import Run
+
+pytestmark = pytest.mark.unit
+
+RELAY = "sglang/srt/managers/relay.py"
+VERBS = ("status", "diff", "apply", "revert")
+
+
+def edit(site: Path, text: str = "# mine\n") -> None:
+    with (site / RELAY).open("a") as file:
+        file.write(text)
+
+
+# -- commands that can be pasted --------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", catalogue())
+def test_every_command_on_a_target_names_it(code: str) -> None:
+    """Else it would work on the SGLang of the interpreter instead."""
+    problem = Problem(code, catalogue()[code].example).on("/opt/my serve")
+    commands = re.findall(
+        r"dspark-pd (?:status|diff|apply|revert)\b.*", problem.part("next")
+    )
+    for command in commands:
+        assert re.match(r"dspark-pd \w+ --target (PATH|'/opt/my serve')", command)
+    assert "--target" not in Problem(code, catalogue()[code].example).part("found")
+
+
+def test_without_a_target_nothing_is_added() -> None:
+    assert (
+        on_target("run dspark-pd apply or revert", None)
+        == "run dspark-pd apply or revert"
+    )
+
+
+@pytest.mark.parametrize("mode", ["text", "json"])
+def test_an_edit_is_shown_and_undone_by_the_commands_of_its_error(
+    run: Run, site: Path, mode: str
+) -> None:
+    run("apply", "--target", site)
+    edit(site)
+    if mode == "text":
+        outcome = run("apply", "--target", site, text=True)
+        (line,) = [x for x in outcome.err.splitlines() if x.startswith("  next")]
+        text = line.removeprefix("  next").strip()
+    else:
+        text = run("apply", "--target", site).document["errors"][0]["next"]
+    see, _, rest = text.partition(" (the edit and our lines); then undo the edit, or ")
+    shown = subprocess.run(
+        shlex.split(see), capture_output=True, text=True, check=False, timeout=30
+    )
+    assert shown.returncode == 1
+    assert "+# mine" in shown.stdout
+    undo = shlex.split(rest.partition(" (")[0])
+    assert undo[:2] == ["dspark-pd", "revert"]
+    assert run(*undo[1:]).code == 0
+    assert "# mine" not in (site / RELAY).read_text()
+
+
+def test_an_edit_of_our_own_module_is_shown_against_the_set(
+    run: Run, site: Path
+) -> None:
+    run("apply", "--target", site)
+    with (site / "sglang/srt/managers/relay_guard.py").open("a") as file:
+        file.write("# mine\n")
+    (error,) = run("apply", "--target", site).document["errors"]
+    assert re.match(
+        r"diff -u \S+relay_guard.py \S+relay_guard.py \(the edit\)", error["next"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["apply", "--dry"], "dspark-pd apply --help"),
+        (["apply", "--component", "gpu"], "dspark-pd apply --help"),
+        (["doctor", "--prefill", "a"], "dspark-pd doctor --help"),
+        (
+            ["doctor", "--prefill", "a", "--decode", "b", "--x"],
+            "dspark-pd doctor --help",
+        ),
+        (["aply"], "dspark-pd --help"),
+        ([], "dspark-pd --help"),
+    ],
+)
+def test_a_wrong_command_line_is_sent_to_the_help_of_its_verb(
+    arguments: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == exit_codes.USAGE
+    assert f"  next     {command}\n" in capsys.readouterr().err
+
+
+def test_an_unknown_hunk_is_answered_with_its_neighbours(run: Run) -> None:
+    (error,) = run("list", "relay.keep-inptu").document["errors"]
+    assert "a name such as relay.keep-input, " in error["expected"]
+    assert "(3 in all)" in error["expected"]
+    assert error["expected"].count(",") == 2
+
+
+# -- the right one is blamed ------------------------------------------------------------
+
+
+def test_a_lost_record_is_told_once_per_file_by_every_verb(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    hunks = overlay / "srt/managers/relay.py.hunks.yml"
+    again = fake_sglang.hunk(
+        id="relay.see-store",
+        function="store",
+        node="for_statement",
+        inside="",
+        calls="sglang.srt.managers.relay_guard.is_named",
+        fix="  from sglang.srt.managers.relay_guard import is_named\n\n"
+        "  is_named(rows)\n  $ANCHOR",
+    )
+    hunks.write_text(f"{hunks.read_text()}---\n{again}")
+    before = (site / RELAY).read_bytes()
+    assert run("apply", "--target", site).code == 0
+    applied = (site / RELAY).read_bytes()
+    assert applied != before
+    shutil.rmtree(site / "sglang/.dspark_pd")
+    for verb in VERBS:
+        outcome = run(verb, "--target", site)
+        assert (outcome.code, outcome.codes) == (5, ["E402"]), verb
+        (error,) = outcome.document["errors"]
+        assert "relay.keep-input, relay.see-store" in error["title"]
+        assert (site / RELAY).read_bytes() == applied
+
+
+def test_revert_of_a_target_without_our_lines_needs_no_record(
+    run: Run, site: Path
+) -> None:
+    edit(site, "from sglang.srt.managers import relay_guard_of_theirs\n")
+    outcome = run("revert", "--target", site)
+    assert (outcome.code, outcome.data["changed"]) == (0, False)
+
+
+def test_another_encoding_is_no_fault_of_the_set(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    """Also where a drop condition looks into the file before any rule does."""
+    hunks = overlay / "srt/managers/relay.py.hunks.yml"
+    never = '{never: "until upstream asks first"}'
+    match = '{match: "places = batch.spots()"}'
+    hunks.write_text(hunks.read_text().replace(never, match))
+    path = site / RELAY
+    path.write_bytes(path.read_bytes() + b"# \xe9\n")
+    for verb in ("status", "apply"):
+        assert run(verb, "--target", site).codes == ["H308"]
+
+
+def test_ast_greps_stack_is_not_shown(run: Run, site: Path, overlay: Path) -> None:
+    hunks = overlay / "srt/devices.py.hunks.yml"
+    hunks.write_text(hunks.read_text().replace("kind: if_statement", "kind: iff"))
+    outcome = run("apply", "--target", site, "--component", "cpu")
+    assert outcome.codes == ["S204"]
+    assert "backtrace" not in outcome.out.lower()
+
+
+def test_a_file_that_never_compiled_is_not_blamed_on_a_hunk(
+    run: Run, site: Path
+) -> None:
+    edit(site, "def :\n")
+    outcome = run("apply", "--target", site)
+    assert outcome.codes == ["H309"]
+    assert "relay.keep-input" not in outcome.out
+
+
+def test_a_set_that_is_too_old_says_how_to_renew_it(run: Run, site: Path) -> None:
+    fake_sglang.install(site, "1.3.0")
+    (error,) = run("apply", "--target", site).document["errors"]
+    assert error["next"].startswith("git pull && pip install . (in the clone")
+    assert error["next"].endswith("--assume-version 1.2.0")
+    assert "the one hunk fits" in error["found"]
+    (site / RELAY).write_text("empty = True\n")
+    (error,) = run("apply", "--target", site).document["errors"]
+    assert "0 of 1 hunks fit; not: relay.keep-input" in error["found"]
+
+
+# -- faults of the tool itself ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "list", "export", "doctor", "demo"])
+def test_no_verb_ends_in_a_traceback(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("made up")
+
+    places = {
+        "list": "dspark_pd.verbs.listing.run",
+        "doctor": "dspark_pd.doctor.run",
+        "demo": "dspark_pd.bed.demo.main",
+    }
+    monkeypatch.setattr(places.get(verb, f"dspark_pd.verbs.{verb}.run"), fail)
+    needed = {"export": ["x"], "doctor": ["--prefill", "a", "--decode", "b"]}
+    arguments = [verb, *needed.get(verb, [])]
+    assert main(arguments) == exit_codes.INTERNAL
+    quiet = capsys.readouterr().err
+    assert "error[X901]" in quiet and "ZeroDivisionError: made up" in quiet
+    assert "Traceback" not in quiet
+    assert main([*arguments, "-v"]) == exit_codes.INTERNAL
+    loud = capsys.readouterr().err
+    assert "Traceback" in loud and "error[X901]" in loud
