@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark_pd.doctor_agreement import NOTE, REFUSE, WARN, Finding
+from dspark_pd.doctor_conditions import (
+    STAGED_CAPTURE,
+    both_known_and_differ,
+    checksum_on_one,
+    differ,
+    drafts,
+    file_backend_without_folder,
+    lacks_layer_ids,
+    no_handoff_for,
+    role_is,
+    stages,
+    stages_cannot_capture,
+)
 from dspark_pd.doctor_fields import HICACHE_FOLDER, LAYER_IDS
 from dspark_pd.doctor_inputs import Engine, Unread
-from dspark_pd.doctor_releases import released, served_by, serves
-
-# Target architectures whose pipeline stages hand captured rows on.
-STAGED_CAPTURE = (
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "LlamaForCausalLM",
-    "DeepseekV4ForCausalLM",
-    "KimiLinearForCausalLM",
-    "KimiK3ForConditionalGeneration",
-)
+from dspark_pd.doctor_releases import served_by
 
 
 @dataclass(frozen=True)
@@ -39,73 +42,11 @@ class Check:
     fix: str
 
 
-def _drafts(engine: Engine) -> bool:
-    return bool(engine.arg("speculative_algorithm") == "DSPARK")
-
-
-def _role_is(engine: Engine, role: str) -> bool:
-    return engine.arg("disaggregation_mode") in (role, None)
-
-
-def _differ(name: str) -> Callable[[Engine, Engine], bool]:
-    def check(prefill: Engine, decode: Engine) -> bool:
-        values = (prefill.arg(name), decode.arg(name))
-        return bool(values[0] != values[1])
-
-    return check
-
-
-def _both_known_and_differ(name: str) -> Callable[[Engine, Engine], bool]:
-    differ = _differ(name)
-    return lambda p, d: None not in (p.arg(name), d.arg(name)) and differ(p, d)
-
-
-def _stages(engine: Engine) -> int:
-    return int(engine.arg("pp_size") or 1)
-
-
-def _architecture(engine: Engine) -> str | None:
-    names = (engine.target_config or {}).get("architectures")
-    return str(names[0]) if names else None
-
-
-def _lacks_layer_ids(prefill: Engine, _: Engine) -> bool:
-    config = prefill.target_config or {}
-    return (
-        prefill.mode == "tail"
-        # A running one has found them.
-        and prefill.environ is not None
-        and not prefill.env(LAYER_IDS)
-        and bool(config)
-        and config.get("dspark_target_layer_ids") is None
-        and not prefill.has("speculative_draft_model_path")
-    )
-
-
-def _stages_cannot_capture(prefill: Engine, _: Engine) -> bool:
-    name = _architecture(prefill)
-    drafts = prefill.mode in ("native", "tail")
-    return _stages(prefill) > 1 and drafts and name not in (None, *STAGED_CAPTURE)
-
-
-def _no_handoff_for(engine: Engine) -> bool:
-    release = released(engine.release)
-    return release is not None and not serves("handoff", release)
-
-
-def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
-    return (
-        prefill.arg("hicache_storage_backend") == "file"
-        and prefill.environ is not None
-        and not prefill.env(HICACHE_FOLDER)
-    )
-
-
 CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-ROLE",
         REFUSE,
-        lambda p, d: not (_role_is(p, "prefill") and _role_is(d, "decode")),
+        lambda p, d: not (role_is(p, "prefill") and role_is(d, "decode")),
         "the engine given as --prefill or --decode runs in another role",
         "requests would find no peer",
         "swap the two, or start them with --disaggregation-mode prefill and decode",
@@ -121,26 +62,31 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-ALLOCATION",
         REFUSE,
-        _differ("disaggregation_decode_allocation_policy"),
+        differ("disaggregation_decode_allocation_policy"),
         "the engines allocate decode memory at different points",
         "each request is refused by decode",
         "give both the same --disaggregation-decode-allocation-policy",
     ),
     Check(
         "DOC-CHECKSUM",
-        REFUSE,
-        lambda p, d: (
-            p.has("disaggregation_enable_kv_checksum")
-            != d.has("disaggregation_enable_kv_checksum")
-        ),
+        WARN,
+        lambda p, d: p.mode != "tail" and checksum_on_one(p, d),
         "the KV checksum is enabled on one engine only",
+        "transferred KV is not verified",
+        "give --disaggregation-enable-kv-checksum to both or to none",
+    ),
+    Check(
+        "DOC-CHECKSUM-TAIL",
+        REFUSE,
+        lambda p, d: p.mode == "tail" and checksum_on_one(p, d),
+        "the KV checksum is enabled on one engine only, and prefill hands over a tail",
         "metadata buffers pair by position and no longer line up",
         "give --disaggregation-enable-kv-checksum to both or to none",
     ),
     Check(
         "DOC-DTYPE",
         REFUSE,
-        _both_known_and_differ("dtype"),
+        both_known_and_differ("dtype"),
         "the engines compute in different dtypes",
         "KV (and hidden rows) of one cannot be read by the other",
         "give both the same --dtype",
@@ -148,7 +94,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-TAIL-RELEASE",
         REFUSE,
-        lambda p, d: p.mode == "tail" and (_no_handoff_for(p) or _no_handoff_for(d)),
+        lambda p, d: p.mode == "tail" and (no_handoff_for(p) or no_handoff_for(d)),
         "prefill is to capture a tail, but an engine's release cannot hand one over",
         "the variables of the tail are ignored there and the draft starts cold",
         f"run SGLang {served_by('handoff')} with the component handoff on both, or run "
@@ -157,7 +103,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-DECODE-STAGES",
         REFUSE,
-        lambda p, d: _drafts(d) and _stages(d) > 1,
+        lambda p, d: drafts(d) and stages(d) > 1,
         "decode runs DSPARK with pipeline stages",
         "SGLang refuses to start it",
         "run decode with --pp-size 1; prefill may keep its stages",
@@ -165,7 +111,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-STAGED-CAPTURE",
         REFUSE,
-        _stages_cannot_capture,
+        stages_cannot_capture,
         "prefill's model does not hand captured rows from stage to stage",
         "prefill fails at start or at its first batch",
         "run prefill with --pp-size 1, or use one of: " + ", ".join(STAGED_CAPTURE),
@@ -173,7 +119,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-LAYER-IDS",
         REFUSE,
-        _lacks_layer_ids,
+        lacks_layer_ids,
         "prefill captures hidden rows but nothing says of which layers",
         "prefill refuses to start",
         f"set {LAYER_IDS} to the layer ids of decode's draft, or give prefill "
@@ -183,7 +129,7 @@ CHECKS: tuple[Check, ...] = (
         "DOC-DP-LM-HEAD",
         REFUSE,
         lambda p, d: any(
-            _drafts(e)
+            drafts(e)
             and e.has("enable_dp_attention")
             and not e.has("enable_dp_lm_head")
             for e in (p, d)
@@ -211,7 +157,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-DECODE-HISPARSE",
         REFUSE,
-        lambda p, d: _drafts(d) and d.has("enable_hisparse"),
+        lambda p, d: drafts(d) and d.has("enable_hisparse"),
         "decode runs DSPARK with HiSparse",
         "its staged batches cannot carry DSPARK's draft input",
         "run decode without --enable-hisparse",
@@ -247,7 +193,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-HICACHE-FOLDER",
         WARN,
-        _file_backend_without_folder,
+        file_backend_without_folder,
         "prefill stores KV in files but no folder is set",
         "all engines of this machine share the default folder",
         f"set {HICACHE_FOLDER} on prefill",
@@ -268,8 +214,8 @@ CHECKS: tuple[Check, ...] = (
         WARN,
         lambda p, d: (
             p.has("enable_hierarchical_cache")
-            and _drafts(d)
-            and not _drafts(p)
+            and drafts(d)
+            and not drafts(p)
             and p.mode == "none"
         ),
         "prefill caches target KV only",

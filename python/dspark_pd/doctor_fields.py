@@ -14,6 +14,8 @@ Kind = Literal["int", "text", "switch"]
 
 FIELDS: Final[dict[str, Kind]] = {
     "model_path": "text",
+    "revision": "text",
+    "json_model_override_args": "text",
     "dtype": "text",
     "kv_cache_dtype": "text",
     "page_size": "int",
@@ -33,6 +35,7 @@ FIELDS: Final[dict[str, Kind]] = {
     "hicache_io_backend": "text",
     "speculative_algorithm": "text",
     "speculative_draft_model_path": "text",
+    "speculative_draft_model_revision": "text",
     "speculative_draft_kv_cache_dtype": "text",
     "speculative_num_draft_tokens": "int",
     "disaggregation_mode": "text",
@@ -81,6 +84,12 @@ VARIABLES: Final[dict[str, Kind]] = {
     PEER_DRAFT_TOKENS: "int",
     HICACHE_FOLDER: "text",
 }
+_TARGET: Final = ("model_path", "revision", "json_model_override_args")
+_DRAFT: Final = (
+    *_TARGET,
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+)
 # What each key of a description is made from.
 SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "backend": ("disaggregation_transfer_backend",),
@@ -96,21 +105,29 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "dcp": ("dcp_size",),
     "allow_cold_draft": (ALLOW_COLD_DRAFT,),
     "allow_partial_context": (ALLOW_PARTIAL_CONTEXT,),
-    "target": ("model_path",),
-    "target_heads": ("model_path",),
-    "attention": ("model_path",),
+    "target": _TARGET,
+    "target_heads": _TARGET,
+    "attention": _TARGET,
     "rings": (
-        "model_path",
+        *_TARGET,
         "speculative_algorithm",
         "speculative_num_draft_tokens",
+        CAPTURE,
         PEER_DRAFT_TOKENS,
     ),
-    "draft": ("model_path", "speculative_draft_model_path"),
-    "draft_heads": ("model_path", "speculative_draft_model_path"),
-    "draft_weights": ("model_path", "speculative_draft_model_path"),
-    "draft_kv_dtype": ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"),
-    "dspark": ("model_path", "speculative_draft_model_path", TAIL_TOKENS, LAYER_IDS),
+    "draft": _DRAFT,
+    "draft_heads": _DRAFT,
+    "draft_attention": _DRAFT,
+    "draft_weights": _DRAFT,
+    "draft_kv_dtype": (
+        *_TARGET,
+        "dtype",
+        "kv_cache_dtype",
+        "speculative_draft_kv_cache_dtype",
+    ),
+    "dspark": (*_DRAFT, TAIL_TOKENS, LAYER_IDS),
 }
+_ON_OR_OFF: Final = ("1", "true", "yes", "y", "0", "false", "no", "n")
 _ALIKE: Final = 0.86
 
 
@@ -160,6 +177,9 @@ def misfit(name: str, value: Any) -> str | None:
             value = value_of(value.strip()) if value.strip() else 0
         if not isinstance(value, int) or isinstance(value, bool):
             return "a whole number"
+    elif name in VARIABLES and kind == "switch":
+        if str(value).strip().lower() not in _ON_OR_OFF:
+            return "1 or 0"
     elif kind == "text" and not isinstance(value, str):
         return "one value"
     return None

@@ -172,9 +172,13 @@ def _from_arguments(engine: Engine, read_models: bool = True) -> dict[str, Any]:
     module = load("peer_description")
     args = engine.args
     if read_models:
-        engine.target_config = module.read_config(args.get("model_path"))
-        draft_path = args.get("speculative_draft_model_path")
-        engine.draft_config = module.read_config(draft_path)
+        engine.target_config = module.read_config(
+            args.get("model_path"), args.get("revision")
+        )
+        engine.draft_config = module.read_config(
+            args.get("speculative_draft_model_path"),
+            args.get("speculative_draft_model_revision"),
+        )
     described: dict[str, Any] = module.describe(
         args,
         role=engine.role,

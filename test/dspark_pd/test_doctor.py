@@ -216,6 +216,12 @@ OWN_ROWS = {
     "DOC-ROLE": ("--disaggregation-mode decode", "", "", ""),
     "DOC-ALLOCATION": ("", "", "--disaggregation-decode-allocation-policy early", ""),
     "DOC-CHECKSUM": ("--disaggregation-enable-kv-checksum", "", "", ""),
+    "DOC-CHECKSUM-TAIL": (
+        "--disaggregation-enable-kv-checksum",
+        CAPTURE,
+        "{draft}",
+        TAIL,
+    ),
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
     "DOC-LAYER-IDS": ("", f"{CAPTURE} {TAIL}", "{draft}", TAIL),

@@ -278,6 +278,17 @@ def test_a_value_that_is_none_is_named(
     assert name in message and shown in message
 
 
+@pytest.mark.parametrize("value", ["on", "2", "''"])
+def test_a_switch_that_is_neither_on_nor_off_is_named(bench: Bench, value: str) -> None:
+    """The engine does not start with it either."""
+    model = bench.model("qwen", QWEN)
+    prefill = command(model, "prefill", env=f"{CAPTURE}={value}")
+    findings = bench.findings(prefill, command(model, "decode"))
+    assert [f.code for f in findings] == ["DOC-VALUE"]
+    assert f"{CAPTURE} is" in findings[0].message
+    assert "1 or 0" in findings[0].message
+
+
 def test_a_variable_that_is_no_number_is_named(bench: Bench) -> None:
     model = bench.model("qwen", QWEN)
     env = f"{TAIL}=abc {CAPTURE}=1 SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS=x"
@@ -349,7 +360,13 @@ def test_a_timeout_that_is_none(run: Run, seconds: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [[], {"text_config": 3, "num_attention_heads": "four"}, {"head_dim": {}}]
+    "config",
+    [
+        [],
+        {"text_config": 3, "num_attention_heads": "four"},
+        {"head_dim": {}},
+        {"architectures": {"a": 1}},
+    ],
 )
 def test_a_model_config_of_another_shape_is_named(bench: Bench, config: object) -> None:
     model = bench.model("odd", config)  # type: ignore[arg-type]
