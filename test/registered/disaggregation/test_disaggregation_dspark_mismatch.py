@@ -9,6 +9,7 @@ by seconds to the error.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from pd_mismatch import (
     unhealthy,
 )
 
-from dspark_pd.bed import MODELS, Bed, Engine
+from dspark_pd.bed import MODELS, Bed, Engine, EngineSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -99,8 +100,19 @@ def assert_refused(shared, row, answer: Answer, code: str, *engines: Engine) -> 
     assert shared.serves(), "the good pair no longer serves"
 
 
-def start_one(shared: Shared, engine_spec) -> Engine:
-    return shared.bed.start([engine_spec])[0]
+@contextlib.contextmanager
+def started(
+    shared: Shared, specs: dict[str, EngineSpec]
+) -> Iterator[dict[str, Engine]]:
+    """Engines by name, all started at once: mostly they wait for each other's imports."""
+    engines = shared.bed.start(list(specs.values()))
+    yield dict(zip(specs, engines, strict=True))
+    shared.bed.stop(*engines)
+
+
+def in_words(row: str) -> str:
+    """A test's id from its row."""
+    return row.replace(" ", "-")
 
 
 def test_mismatch_none(shared: Shared) -> None:
@@ -110,6 +122,7 @@ def test_mismatch_none(shared: Shared) -> None:
     assert OBSERVED["mismatch: none"][1].codes == ()
 
 
+# row -> (what both logs and the client must say, how decode differs)
 DECODES = {
     "mismatch: DSPARK only on prefill": ("PD-DRAFT-ONLY-ON-PREFILL", {"draft": None}),
     "mismatch: page size 1 and 16": ("PD-PAGE-SIZE", {"page_size": 16}),
@@ -121,34 +134,30 @@ DECODES = {
 }
 
 
-@pytest.mark.parametrize("row", DECODES, ids=lambda row: row.replace(" ", "-"))
-def test_decode_that_differs(shared: Shared, row: str) -> None:
-    code, options = DECODES[row]
-    decode = start_one(shared, spec("bad-d", "decode", **options))
-    answer = observe(shared, row, shared.prefill, decode)
-    assert_refused(shared, row, answer, code, decode)
-    assert f"[{code}]" in shared.prefill.log_text(), "prefill's log does not say why"
-    shared.bed.stop(decode)
+class TestDecodesThatDiffer:
+    """Against the good prefill; each is refused, with the reason in both logs."""
+
+    @pytest.fixture(scope="class")
+    def decodes(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+        specs = {
+            row: spec(f"bad-d{number}", "decode", **options)
+            for number, (row, (_, options)) in enumerate(DECODES.items())
+        }
+        with started(shared, specs) as engines:
+            yield engines
+
+    @pytest.mark.parametrize("row", DECODES, ids=in_words)
+    def test_refused(self, shared: Shared, decodes: dict, row: str) -> None:
+        code, decode = DECODES[row][0], decodes[row]
+        answer = observe(shared, row, shared.prefill, decode)
+        assert_refused(shared, row, answer, code, decode)
+        for engine in (shared.prefill, decode):
+            assert f"[{code}]" in engine.log_text(), f"{engine.name} does not say why"
 
 
 DRAFTS = {
     "mismatch: draft of other shape": ("PD-DRAFT-GEOMETRY", draft_of_other_shape),
     "mismatch: draft of other weights": ("PD-DRAFT-WEIGHTS", draft_of_other_weights),
-}
-
-
-@pytest.mark.parametrize("row", DRAFTS, ids=lambda row: row.replace(" ", "-"))
-def test_draft_that_differs(shared: Shared, row: str, tmp_path) -> None:
-    code, make = DRAFTS[row]
-    decode = start_one(shared, spec("bad-d", "decode", make(tmp_path)))
-    answer = observe(shared, row, shared.prefill, decode)
-    assert_refused(shared, row, answer, code, decode)
-    shared.bed.stop(decode)
-
-
-PREFILLS = {
-    "mismatch: DSPARK only on decode": ("PD-COLD-DRAFT", {"draft": None}, None),
-    "mismatch: stock prefill": ("PD-UNPATCHED-PREFILL", {}, "stock"),
 }
 WORKING = {
     "mismatch: block of 4 and 2, harmless": (
@@ -159,91 +168,139 @@ WORKING = {
 }
 
 
-@pytest.mark.parametrize("row", WORKING, ids=lambda row: row.replace(" ", "-"))
-def test_difference_that_works(shared: Shared, row: str) -> None:
-    code, options = WORKING[row]
-    decode = start_one(shared, spec("other-d", "decode", **options))
-    answer = observe(shared, row, shared.prefill, decode)
-    assert answer.served, answer.body
-    assert not unhealthy(shared.prefill, decode)
-    assert code is None or f"[{code}]" in decode.log_text()
-    shared.bed.stop(decode)
+class TestDrafts:
+    """Another draft is refused; another block size or rank count is not."""
+
+    @pytest.fixture(scope="class")
+    def decodes(self, shared: Shared, tmp_path_factory) -> Iterator[dict[str, Engine]]:
+        specs = {}
+        for number, (row, (_, make)) in enumerate(DRAFTS.items()):
+            draft = make(tmp_path_factory.mktemp("draft"))
+            specs[row] = spec(f"draft-d{number}", "decode", draft)
+        for number, (row, (_, options)) in enumerate(WORKING.items()):
+            specs[row] = spec(f"other-d{number}", "decode", **options)
+        with started(shared, specs) as engines:
+            yield engines
+
+    @pytest.mark.parametrize("row", DRAFTS, ids=in_words)
+    def test_refused(self, shared: Shared, decodes: dict, row: str) -> None:
+        answer = observe(shared, row, shared.prefill, decodes[row])
+        assert_refused(shared, row, answer, DRAFTS[row][0], decodes[row])
+
+    @pytest.mark.parametrize("row", WORKING, ids=in_words)
+    def test_served(self, shared: Shared, decodes: dict, row: str) -> None:
+        code, decode = WORKING[row][0], decodes[row]
+        answer = observe(shared, row, shared.prefill, decode)
+        assert answer.served, answer.body
+        assert not unhealthy(shared.prefill, decode)
+        assert code is None or f"[{code}]" in decode.log_text()
 
 
-def test_mismatch_decode_without_this_set(shared: Shared) -> None:
-    """A stock decode: served where it fits, refused by prefill where it does not."""
-    env = running_from(shared.trees["stock"])
-    fits = start_one(shared, spec("stock-d", "decode", env=env))
-    row = "mismatch: stock decode with DSPARK, works"
-    answer = observe(shared, row, shared.prefill, fits)
-    assert answer.served, answer.body
-    assert "[PD-UNPATCHED-DECODE]" in shared.prefill.log_text()
-    shared.bed.stop(fits)
-    plain = start_one(shared, spec("stock-plain", "decode", None, env=env))
-    row = "mismatch: stock decode without DSPARK"
-    answer = observe(shared, row, shared.prefill, plain)
-    assert_refused(shared, row, answer, "PD-UNPATCHED-DECODE-NO-DRAFT", plain)
-    shared.bed.stop(plain)
+class TestWithoutThisSet:
+    """Engines of a stock SGLang, and a prefill without a draft."""
+
+    @pytest.fixture(scope="class")
+    def others(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+        stock = running_from(shared.trees["stock"])
+        specs = {
+            "stock-d": spec("stock-d", "decode", env=stock),
+            "stock-plain-d": spec("stock-plain-d", "decode", None, env=stock),
+            "stock-p": spec("stock-p", "prefill", env=stock),
+            "plain-p": spec("plain-p", "prefill", None),
+        }
+        with started(shared, specs) as engines:
+            yield engines
+
+    def test_mismatch_stock_decode_that_fits(self, shared: Shared, others) -> None:
+        row = "mismatch: stock decode with DSPARK, works"
+        answer = observe(shared, row, shared.prefill, others["stock-d"])
+        assert answer.served, answer.body
+        assert "[PD-UNPATCHED-DECODE]" in shared.prefill.log_text()
+
+    def test_mismatch_stock_decode_without_draft(self, shared: Shared, others) -> None:
+        decode, row = others["stock-plain-d"], "mismatch: stock decode without DSPARK"
+        answer = observe(shared, row, shared.prefill, decode)
+        assert_refused(shared, row, answer, "PD-UNPATCHED-DECODE-NO-DRAFT", decode)
+
+    def test_mismatch_stock_prefill(self, shared: Shared, others) -> None:
+        """It cannot say what it runs."""
+        prefill, row = others["stock-p"], "mismatch: stock prefill"
+        answer = observe(shared, row, prefill, shared.decode)
+        assert_refused(shared, row, answer, "PD-UNPATCHED-PREFILL", prefill)
+
+    def test_mismatch_prefill_without_draft(self, shared: Shared, others) -> None:
+        prefill, row = others["plain-p"], "mismatch: DSPARK only on decode"
+        answer = observe(shared, row, prefill, shared.decode)
+        assert_refused(shared, row, answer, "PD-COLD-DRAFT", prefill)
 
 
-@pytest.mark.parametrize("row", PREFILLS, ids=lambda row: row.replace(" ", "-"))
-def test_prefill_that_differs(shared: Shared, row: str) -> None:
-    """DSPARK on decode only, and a prefill that cannot say what it runs."""
-    code, options, tree = PREFILLS[row]
-    env = running_from(shared.trees[tree]) if tree else {}
-    prefill = start_one(shared, spec("bad-p", "prefill", env=env, **options))
-    answer = observe(shared, row, prefill, shared.decode)
-    assert_refused(shared, row, answer, code, prefill)
-    shared.bed.stop(prefill)
+class TestPlainPrefills:
+    """A cold draft that is asked for, and stages whose layers nobody can place."""
+
+    @pytest.fixture(scope="class")
+    def engines(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+        allow = {"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
+        no_ids = running_from(shared.trees["no layer ids"])
+        specs = {
+            "cold-p": spec("cold-p", "prefill", None),
+            "cold-d": spec("cold-d", "decode", env=allow),
+            "staged-p": spec("staged-p", "prefill", None, pp=2, env=no_ids),
+            "staged-d": spec("staged-d", "decode", None, env=no_ids),
+        }
+        with started(shared, specs) as engines:
+            yield engines
+
+    def test_mismatch_cold_draft_that_is_asked_for(
+        self, shared: Shared, engines
+    ) -> None:
+        """The opt-out restores what upstream does, and decode says so once."""
+        cold, row = engines["cold-d"], "mismatch: DSPARK only on decode, opt-out"
+        assert observe(shared, row, engines["cold-p"], cold).served
+        assert cold.log_text().count("[PD-COLD-DRAFT-ALLOWED]") == 1
+
+    def test_mismatch_stages_without_layer_ids(self, shared: Shared, engines) -> None:
+        """PP 2 on prefill where plain MHA pools publish no layer ids."""
+        pair = engines["staged-p"], engines["staged-d"]
+        row = "mismatch: PP 2 to 1 without layer ids"
+        answer = observe(shared, row, *pair)
+        assert_refused(shared, row, answer, "PD-PP-LAYER-IDS", *pair)
 
 
-def test_mismatch_cold_draft_that_is_asked_for(shared: Shared) -> None:
-    """The opt-out restores what upstream does, and decode says so once."""
-    allow = {"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
-    plain, cold = shared.bed.start(
-        [spec("plain-p", "prefill", None), spec("cold-d", "decode", env=allow)]
-    )
-    row = "mismatch: DSPARK only on decode, opt-out"
-    assert observe(shared, row, plain, cold).served
-    assert cold.log_text().count("[PD-COLD-DRAFT-ALLOWED]") == 1
-    shared.bed.stop(plain, cold)
+class TestTails:
+    """Prefill and decode disagree on the rows that cross."""
 
+    @pytest.fixture(scope="class")
+    def engines(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+        def capture(ids: str, tokens: str) -> dict[str, str]:
+            return {**CAPTURE, LAYER_IDS: ids, TAIL: tokens}
 
-def test_mismatch_stages_without_layer_ids(shared: Shared) -> None:
-    """PP 2 on prefill where plain MHA pools publish no layer ids."""
-    env = running_from(shared.trees["no layer ids"])
-    prefill, decode = shared.bed.start(
-        [
-            spec("staged-p", "prefill", None, pp=2, env=env),
-            spec("staged-d", "decode", None, env=env),
-        ]
-    )
-    row = "mismatch: PP 2 to 1 without layer ids"
-    answer = observe(shared, row, prefill, decode)
-    assert_refused(shared, row, answer, "PD-PP-LAYER-IDS", prefill, decode)
-    shared.bed.stop(prefill, decode)
+        specs = {
+            "decode": spec("tail-d", "decode", MODELS.draft_swa, env={TAIL: "32"}),
+            "short": spec("short-p", "prefill", None, env=capture("0,1,2", "16")),
+            "narrow": spec("narrow-p", "prefill", None, env=capture("0,1", "32")),
+        }
+        with started(shared, specs) as engines:
+            yield engines
 
+    def check(self, shared: Shared, row: str, code: str, *pair: Engine) -> None:
+        assert_refused(shared, row, observe(shared, row, *pair), code, *pair)
 
-def test_mismatch_tails(shared: Shared) -> None:
-    """Prefill and decode disagree on the tail's length or on the captured layers."""
-    decode = start_one(
-        shared, spec("tail32-d", "decode", MODELS.draft_swa, env={TAIL: "32"})
-    )
-    for row, code, ids, tokens in (
-        ("mismatch: tail of 16 and 32 rows", "PD-TAIL-TOKENS", "0,1,2", "16"),
-        ("mismatch: captured layers", "PD-TAIL-LAYERS", "0,1", "32"),
-    ):
-        env = {**CAPTURE, LAYER_IDS: ids, TAIL: tokens}
-        prefill = start_one(shared, spec("tail-p", "prefill", None, env=env))
-        answer = observe(shared, row, prefill, decode)
-        assert_refused(shared, row, answer, code, prefill, decode)
-        shared.bed.stop(prefill)
-    shared.bed.stop(decode)
+    def test_mismatch_tail_tokens(self, shared: Shared, engines) -> None:
+        row, pair = "mismatch: tail of 16 and 32 rows", ("short", "decode")
+        self.check(shared, row, "PD-TAIL-TOKENS", *(engines[name] for name in pair))
+
+    def test_mismatch_tail_layers(self, shared: Shared, engines) -> None:
+        row, pair = "mismatch: captured layers", ("narrow", "decode")
+        self.check(shared, row, "PD-TAIL-LAYERS", *(engines[name] for name in pair))
+
+    def test_mismatch_tail_nobody_expects(self, shared: Shared, engines) -> None:
+        row = "mismatch: a tail that decode does not expect"
+        self.check(shared, row, "PD-MODE", engines["short"], shared.decode)
 
 
 def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:
     """Same ports, another page size, then the right one: decode needs no restart."""
-    first = start_one(shared, spec("again-p", "prefill"))
+    [first] = shared.bed.start([spec("again-p", "prefill")])
     router = route(shared.bed, first, shared.decode)
     assert ask(router.url).served
     shared.bed.stop(router)
@@ -256,7 +313,7 @@ def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:
         ),
         ("mismatch: prefill restarted as it was, works", None, {}),
     ):
-        engine = start_one(shared, spec("again-p", "prefill", **ports, **options))
+        [engine] = shared.bed.start([spec("again-p", "prefill", **ports, **options)])
         time.sleep(1.5)  # a cached refusal is looked at again after a second
         answer = observe(shared, row, engine, shared.decode)
         if code is None:

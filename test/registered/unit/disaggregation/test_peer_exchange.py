@@ -40,6 +40,7 @@ from sglang.srt.disaggregation.common import (
     peer_agreement,
     peer_background,
     prefill_check,
+    prefill_restart,
 )
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -136,6 +137,12 @@ class _WithServer(CustomTestCase):
 
 
 class TestBootstrapExchange(_WithServer):
+    def shown(self):
+        """What the server says of its engine, but for which start of it this is."""
+        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
+        self.assertEqual(kept.pop("instance"), self.server.peer_instance)
+        return kept
+
     def test_prefill_registers_with_its_description(self):
         with mock.patch.object(conn.requests, "put") as put:
             put.return_value.status_code = 200
@@ -145,8 +152,7 @@ class TestBootstrapExchange(_WithServer):
 
     def test_server_answers_with_the_description(self):
         self.prefill()
-        response = topology_of(self.server)
-        self.assertEqual(json.loads(response.headers[peer_agreement.HEADER]), NATIVE)
+        self.assertEqual(self.shown(), NATIVE)
 
     def test_the_body_is_what_an_old_decode_understands(self):
         self.prefill()
@@ -158,22 +164,20 @@ class TestBootstrapExchange(_WithServer):
     def test_ranks_that_differ_are_told_apart(self):
         self.prefill(pp_rank=0, pp_size=2)
         self.prefill({**NATIVE, "draft_weights": "bbbb"}, pp_rank=1, pp_size=2)
-        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
+        kept = self.shown()
         self.assertEqual(kept["conflict"], "draft_weights: aaaa and bbbb")
 
     def test_a_rank_started_again_clears_its_old_conflict(self):
         self.prefill(pp_rank=0, pp_size=2)
         self.prefill({**NATIVE, "draft_weights": "bbbb"}, pp_rank=1, pp_size=2)
         self.prefill(pp_rank=1, pp_size=2)
-        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
-        self.assertEqual(kept, NATIVE)
+        self.assertEqual(self.shown(), NATIVE)
 
     def test_what_one_rank_does_not_know_is_not_known_and_no_conflict(self):
         unreadable = {k: v for k, v in NATIVE.items() if k != "draft_weights"}
         self.prefill({**NATIVE, "allow_cold_draft": True}, pp_rank=0, pp_size=2)
         self.prefill({**unreadable, "allow_cold_draft": False}, pp_rank=1, pp_size=2)
-        kept = json.loads(topology_of(self.server).headers[peer_agreement.HEADER])
-        self.assertEqual(kept, {**unreadable, "allow_cold_draft": False})
+        self.assertEqual(self.shown(), {**unreadable, "allow_cold_draft": False})
 
     def test_a_payload_that_is_no_description_is_ignored(self):
         server = SimpleNamespace()
@@ -513,6 +517,74 @@ class TestMutePrefill(CustomTestCase):
         release.set()
         self.assertEqual([f.result(5) for f in (first, *waiting[:2])], [True, 1, 1])
         self.assertTrue(wait_for(lambda: work._queues == {}), "a queue was left")
+
+
+class TestRestartedPrefill(_WithServer):
+    """A prefill that comes back on its address before a heartbeat misses it."""
+
+    def setUp(self):
+        super().setUp()
+        self.prefill()
+        self.client = self.decode()
+        self.client.heartbeat_failures = {}
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+        patched = mock.patch.object(prefill_restart, "EVERY_S", 0.2)
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def receiver(self, room):
+        receiver = open_receiver(self.client, self.addr, room)
+        self.assertFalse(prefill_check.refuse_request(receiver, 0))
+        return receiver
+
+    def restart(self):
+        stop(self.server)
+        self.server = serve(self.server.port)
+        self.prefill()
+
+    def test_its_requests_fail_at_once_and_the_next_one_makes_contact(self):
+        self.receiver(1)
+        time.sleep(0.5)
+        self.assertNotIn(1, self.client.failure_records)
+        before = self.client.prefill_info_table[self.addr].peer_description
+        self.restart()
+        self.receiver(2)
+        self.assertTrue(wait_for(lambda: 2 in self.client.failure_records, 3))
+        for room in (1, 2):
+            self.assertIn("Lost connection", self.client.failure_records[room])
+            self.assertEqual(self.client.check_status(room), KVPoll.Failed)
+        self.assertNotIn(self.addr, self.client.prefill_info_table)
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+        after = self.client.prefill_info_table[self.addr].peer_description
+        self.assertNotEqual(before["instance"], after["instance"])
+
+    def test_a_request_soon_after_a_look_is_followed_by_another_look(self):
+        self.receiver(1)
+        self.restart()
+        self.receiver(2)
+        self.assertTrue(wait_for(lambda: 2 in self.client.failure_records, 3))
+
+    def test_one_that_is_down_is_left_to_the_heartbeat(self):
+        stop(self.server)
+        self.receiver(1)
+        time.sleep(0.5)
+        self.assertNotIn(1, self.client.failure_records)
+        self.assertIn(self.addr, self.client.prefill_info_table)
+
+    def test_many_requests_are_few_questions(self):
+        asked = []
+
+        def ask(*args, **kwargs):
+            asked.append(args)
+            return prefill_restart_ask(*args, **kwargs)
+
+        prefill_restart_ask = prefill_restart.ask
+        with mock.patch.object(prefill_restart, "ask", ask):
+            for room in range(40):
+                self.receiver(room)
+            time.sleep(0.5)
+        self.assertLessEqual(len(asked), 2)
+        self.assertGreaterEqual(len(asked), 1)
 
 
 class TestRegistrationFrame(CustomTestCase):

@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
     Description,
     Verdict,
 )
+from sglang.srt.disaggregation.common.prefill_restart import INSTANCE, new_instance
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,11 @@ def serve_descriptions(server: Any) -> None:
         response = await handler(request)
         kept = getattr(server, "peer_description", None)
         if request.method == "GET" and kept is not None:
-            response.headers[HEADER] = json.dumps(kept)
+            shown = {**kept, INSTANCE: server.peer_instance}
+            response.headers[HEADER] = json.dumps(shown)
         return response
 
+    server.peer_instance = new_instance()
     server.app.middlewares.append(exchange)
 
 

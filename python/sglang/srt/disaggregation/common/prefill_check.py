@@ -5,7 +5,7 @@ A refused prefill is never registered with: each of its requests fails at once w
 reason (`refuse_request`), and prefill is told, so that both logs and the client name
 both values. A refusal is looked at again when it is older than a second, so a prefill
 restarted with other flags works without restarting decode; one that no longer answers
-is asked ever less often.
+is asked ever less often. An accepted one is watched for restarts (`prefill_restart.py`).
 
 Both entry points run in the scheduler loop: neither raises, and what waits for the peer
 is done by `peer_background`.
@@ -39,6 +39,7 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
     Description,
 )
 from sglang.srt.disaggregation.common.peer_background import Answer, ask, background
+from sglang.srt.disaggregation.common.prefill_restart import watch
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,7 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
         ensure_prefill(manager, receiver.bootstrap_addr)
         refused = refusal_of(manager, receiver.bootstrap_addr)
     if refused is None:
+        watch(manager, receiver.bootstrap_addr, HEADER)
         return False
     manager.record_failure(receiver.bootstrap_room, refused.reason)
     manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
