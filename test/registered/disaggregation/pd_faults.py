@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,10 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import zmq
 from pd_mismatch import Answer, ask
 
 from dspark_pd.bed import Engine
+from dspark_pd.bed.bed import Server
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 LONG = 256
@@ -36,26 +39,37 @@ def ask_many(url: str, count: int, **options) -> list[Answer]:
 
 
 def during_requests(
-    url: str, count: int, hurt: Callable[[], None], dice: random.Random
-):
-    """Start long requests, hurt something at a random point of them; their answers."""
+    url: str, count: int, hurt: Callable[[], None], after_s: float
+) -> list[Answer]:
+    """Start long requests, hurt something `after_s` later; their answers."""
     sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
     with ThreadPoolExecutor(count + 1) as pool:
         asked = [
             pool.submit(ask, url, timeout_s=90, sampling_params=sampling)
             for _ in range(count)
         ]
-        time.sleep(dice.uniform(0.05, 1.5))
+        time.sleep(after_s)
         hurt()
         return [future.result() for future in asked]
 
 
-def signal_group(engine: Engine, number: int) -> None:
-    """Send a signal to every process of an engine."""
+def resident_mib(engine: Engine) -> float:
+    """Memory of all processes of an engine."""
+    group = os.getpgid(engine.pid)
+    sizes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                sizes.append(process.memory_info().rss)
+    return sum(sizes) / 2**20
+
+
+def signal_group(engine: Server, number: int) -> None:
+    """Send a signal to every process of an engine or router."""
     os.killpg(os.getpgid(engine.pid), number)
 
 
-def pause(engine: Engine, seconds: float) -> None:
+def pause(engine: Server, seconds: float) -> None:
     """SIGSTOP, wait, SIGCONT."""
     signal_group(engine, signal.SIGSTOP)
     time.sleep(seconds)

@@ -24,6 +24,7 @@ from pd_faults import (
     kill_thread,
     killable,
     pause,
+    resident_mib,
     signal_group,
     throw_frames,
     wait_until,
@@ -44,6 +45,7 @@ TIMEOUTS = {
 ANSWER_LIMIT_S = 2 * TIMEOUT_S + 15.0
 BACK_LIMIT_S = 30.0
 FRAMES = 10_000
+FLAT_MIB = 32
 SLOTS = 32  # metadata slots of an engine with --max-running-requests 16
 OBSERVED: dict[str, tuple[float, str]] = {}
 
@@ -58,6 +60,10 @@ CONTROL_THREADS = {
 def fault_spec(role: str, orders: Path, **options):
     env = {**TIMEOUTS, **killable(orders)}
     return spec(f"fault-{role}", role, env=env, **options)
+
+
+def any_moment(running: Running) -> float:
+    return running.dice.uniform(0.05, 1.5)
 
 
 @dataclass
@@ -113,17 +119,22 @@ def check_recovered(running: Running) -> None:
     assert not unhealthy(running.prefill, running.decode)
 
 
+# Seconds after the requests: while they are handed over, and while they are decoded.
+MOMENTS = {"early": (0.0, 0.25), "late": (0.25, 1.5)}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("which", ["decode", "prefill"])
-def test_fault_engine_killed(running: Running, which: str) -> None:
+def test_fault_engine_killed(running: Running, which: str, moment: str) -> None:
     engine = getattr(running, which)
     answers = during_requests(
         running.router.url,
         4,
         lambda: signal_group(engine, signal.SIGKILL),
-        running.dice,
+        running.dice.uniform(*MOMENTS[moment]),
     )
     running.restart(which)
-    check_answered(f"{which} killed", answers)
+    check_answered(f"{which} killed, {moment}", answers)
     check_recovered(running)
 
 
@@ -131,9 +142,18 @@ def test_fault_engine_killed(running: Running, which: str) -> None:
 def test_fault_engine_stopped_for_a_while(running: Running, which: str) -> None:
     engine = getattr(running, which)
     answers = during_requests(
-        running.router.url, 4, lambda: pause(engine, 4.0), running.dice
+        running.router.url, 4, lambda: pause(engine, 4.0), any_moment(running)
     )
     check_answered(f"{which} stopped for 4 s", answers)
+    check_recovered(running)
+
+
+def test_fault_router_stopped_for_a_while(running: Running) -> None:
+    answers = during_requests(
+        running.router.url, 4, lambda: pause(running.router, 4.0), any_moment(running)
+    )
+    check_answered("router stopped for 4 s", answers)
+    assert all(answer.status == 200 for answer in answers)
     check_recovered(running)
 
 
@@ -141,7 +161,7 @@ def test_fault_router_killed(running: Running) -> None:
     """Clients lose their connection; the engines must not keep their requests."""
     old = running.router
     answers = during_requests(
-        old.url, 4, lambda: signal_group(old, signal.SIGKILL), running.dice
+        old.url, 4, lambda: signal_group(old, signal.SIGKILL), any_moment(running)
     )
     OBSERVED["router killed"] = (max(a.seconds for a in answers), "connection lost")
     running.bed.stop(old)
@@ -159,17 +179,22 @@ def test_fault_clients_go_away(running: Running) -> None:
 
 
 def test_fault_hostile_frames(running: Running) -> None:
-    """Garbage at prefill's control port, while requests are served."""
-    port = control_port(running.prefill)
+    """Garbage at prefill's control port, while requests are served; memory stays flat."""
+    prefill = running.prefill
+    port = control_port(prefill)
+    throw_frames(prefill.host, port, FRAMES // 5, seed=4)
+    assert wait_until(running.serves, BACK_LIMIT_S) is not None
+    before = resident_mib(prefill)
     answers = during_requests(
         running.router.url,
         2,
-        lambda: throw_frames(running.prefill.host, port, FRAMES, seed=5),
-        running.dice,
+        lambda: throw_frames(prefill.host, port, FRAMES, seed=5),
+        any_moment(running),
     )
     check_answered(f"{FRAMES} hostile frames", answers)
     assert all(answer.status == 200 for answer in answers)
     check_recovered(running)
+    assert resident_mib(prefill) - before < FLAT_MIB
 
 
 @pytest.mark.parametrize("which", CONTROL_THREADS)

@@ -165,12 +165,12 @@ def quietly(engine: Engine, body: dict) -> None:
 
 @pytest.fixture(scope="class")
 def paged_client(bed: Bed) -> Iterator[Client]:
-    """Pages of 16, pipelined prefill, decode radix cache, no overlap on decode."""
+    """PP 2 to TP 2, pages of 16, decode radix cache, no overlap on decode."""
     args = {"disaggregation-decode-enable-radix-cache": True}
     engines = bed.start(
         [
             prefill_spec("tail-p16", pp=2, page_size=16),
-            decode_spec("tail-d16", page_size=16, overlap=False, args=args),
+            decode_spec("tail-d16", tp=2, page_size=16, overlap=False, args=args),
         ]
     )
     yield Client.direct(*engines)
@@ -382,7 +382,7 @@ class TestTailFleet:
 
 
 class TestTailPages:
-    """Pages, a prefix cache on decode and no overlap there."""
+    """Stages to ranks, pages, a prefix cache on decode and no overlap there."""
 
     @pytest.mark.parametrize("name", [*SETS, "sliding-radix"])
     def test_tail_pages_and_decode_radix(
