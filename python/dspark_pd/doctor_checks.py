@@ -19,13 +19,14 @@ from dspark_pd.doctor_conditions import (
     differ,
     drafts,
     file_backend_without_folder,
+    is_on,
     lacks_layer_ids,
     no_handoff_for,
     role_is,
     stages,
     stages_cannot_capture,
 )
-from dspark_pd.doctor_fields import HICACHE_FOLDER, LAYER_IDS
+from dspark_pd.doctor_fields import CAPTURE, HICACHE_FOLDER, LAYER_IDS, TAIL_TOKENS
 from dspark_pd.doctor_inputs import Engine, Unread
 from dspark_pd.doctor_releases import served_by
 
@@ -115,6 +116,28 @@ CHECKS: tuple[Check, ...] = (
         "prefill's model does not hand captured rows from stage to stage",
         "prefill fails at start or at its first batch",
         "run prefill with --pp-size 1, or use one of: " + ", ".join(STAGED_CAPTURE),
+    ),
+    Check(
+        "DOC-CAPTURE-PLACE",
+        REFUSE,
+        lambda p, d: (
+            is_on(d, CAPTURE) or (is_on(p, CAPTURE) and p.has("speculative_algorithm"))
+        ),
+        f"{CAPTURE} is set on decode, or on a prefill that speculates itself",
+        "with the component handoff that engine refuses to start",
+        "set it on prefill only, and give prefill no --speculative-algorithm",
+    ),
+    Check(
+        "DOC-TAIL-IDLE",
+        REFUSE,
+        lambda p, d: (
+            (not is_on(p, CAPTURE) and bool(p.env(TAIL_TOKENS) or p.env(LAYER_IDS)))
+            or bool(d.env(LAYER_IDS) and not d.env(TAIL_TOKENS))
+        ),
+        "an engine has variables of a tail that it neither captures nor expects",
+        "with the component handoff it refuses to start",
+        f"set {CAPTURE}=1 on the prefill that hands over rows and {TAIL_TOKENS} on "
+        "both engines, or unset them",
     ),
     Check(
         "DOC-LAYER-IDS",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dspark_pd.doctor_fields import HICACHE_FOLDER, LAYER_IDS
+from dspark_pd.doctor_fields import HICACHE_FOLDER, LAYER_IDS, ON
 from dspark_pd.doctor_inputs import Engine
 from dspark_pd.doctor_releases import released, serves
 
@@ -28,6 +28,11 @@ def drafts(engine: Engine) -> bool:
 
 def role_is(engine: Engine, role: str) -> bool:
     return engine.arg("disaggregation_mode") in (role, None)
+
+
+def is_on(engine: Engine, switch: str) -> bool:
+    """Whether a variable is set to on; False where the environment is not known."""
+    return engine.env(switch).strip().lower() in ON
 
 
 def differ(name: str) -> Callable[[Engine, Engine], bool]:

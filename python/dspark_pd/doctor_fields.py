@@ -127,7 +127,8 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "dspark": (*_DRAFT, TAIL_TOKENS, LAYER_IDS),
 }
-_ON_OR_OFF: Final = ("1", "true", "yes", "y", "0", "false", "no", "n")
+ON: Final = ("1", "true", "yes", "y")
+_ON_OR_OFF: Final = (*ON, "0", "false", "no", "n")
 _ALIKE: Final = 0.86
 
 

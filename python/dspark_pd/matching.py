@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from dspark_pd.astgrep import Match
@@ -10,7 +11,7 @@ from dspark_pd.hunk import Hunk
 from dspark_pd.insertion import Edit, NotAnInsertion, edits_of
 from dspark_pd.selection import Choice
 
-_MAX_IDS: Final = 3
+_FEW: Final = 3
 
 
 class Misfit(Exception):
@@ -62,15 +63,23 @@ def _already_there(edit: Edit, plain: bytes) -> bool:
 
 
 def _no_record(hunk: Hunk) -> Problem:
-    return unrecorded(hunk.target, [hunk.identity])
+    return unrecorded({hunk.target: [hunk.identity]})
 
 
-def unrecorded(file: object, ids: list[str]) -> Problem:
-    """Return E402 for one file and all hunks whose lines it holds."""
-    shown = ", ".join(ids[:_MAX_IDS])
-    if len(ids) > _MAX_IDS:
-        shown += f" and {len(ids) - _MAX_IDS} more"
-    return Problem("E402", {"id": shown, "file": file})
+def unrecorded(places: Mapping[str, list[str]]) -> Problem:
+    """Return one E402 for the files that hold our lines, by hunk: cause and remedy
+    are the same for all."""
+    files = _few(list(places))
+    if len(places) > 1:
+        files = f"{len(places)} files: {files}"
+    ids = [identity for found in places.values() for identity in found]
+    return Problem("E402", {"id": _few(ids), "file": files})
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:_FEW])
+    more = len(names) - _FEW
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _wrong_count(hunk: Hunk, found: list[Match]) -> Problem:

@@ -81,23 +81,22 @@ def make_plan(
             plan.problems.append(problem)
         plan.files[module.path] = PlannedFile(module.path, "add", None, source)
     plan.problems = sorted(
-        [*_by_file(plan.misfits.values()), *plan.problems],
+        [*_together(plan.misfits, plan.choices), *plan.problems],
         # Foreign lines in the target explain what does not match, so they come first.
         key=lambda problem: not problem.code.startswith("E"),
     )
     return plan
 
 
-def _by_file(problems: Iterable[Problem]) -> list[Problem]:
-    """Join the E402 of one file: its lines have one cause and one remedy."""
-    ids: dict[object, list[str]] = {}
-    others = []
-    for problem in problems:
-        if problem.code == "E402":
-            ids.setdefault(problem.fields["file"], []).append(str(problem.fields["id"]))
-        else:
-            others.append(problem)
-    return [*(unrecorded(file, found) for file, found in ids.items()), *others]
+def _together(misfits: dict[str, Problem], choices: list[Choice]) -> list[Problem]:
+    """Join all E402: they have one cause and one remedy."""
+    lost: dict[str, list[str]] = {}
+    for choice in choices:
+        problem = misfits.get(choice.identity)
+        if problem is not None and problem.code == "E402":
+            lost.setdefault(choice.hunk.target, []).append(choice.identity)
+    others = [problem for problem in misfits.values() if problem.code != "E402"]
+    return [unrecorded(lost), *others] if lost else others
 
 
 def _plan_hunks(

@@ -224,6 +224,8 @@ OWN_ROWS = {
     ),
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
+    "DOC-CAPTURE-PLACE": ("{draft}", CAPTURE, "{draft}", ""),
+    "DOC-TAIL-IDLE": ("", TAIL, "", ""),
     "DOC-LAYER-IDS": ("", f"{CAPTURE} {TAIL}", "{draft}", TAIL),
     "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --enable-dp-attention", ""),
     "DOC-CP-CAPTURE": ("--attn-cp-size 2 --tp 2", CAPTURE, "{draft} --tp 2", TAIL),

@@ -117,7 +117,7 @@ def test_an_unknown_hunk_is_answered_with_its_neighbours(run: Run) -> None:
 # -- the right one is blamed ------------------------------------------------------------
 
 
-def test_a_lost_record_is_told_once_per_file_by_every_verb(
+def test_a_lost_record_is_told_once_by_every_verb(
     run: Run, site: Path, overlay: Path
 ) -> None:
     hunks = overlay / "srt/managers/relay.py.hunks.yml"
@@ -131,17 +131,21 @@ def test_a_lost_record_is_told_once_per_file_by_every_verb(
         "  is_named(rows)\n  $ANCHOR",
     )
     hunks.write_text(f"{hunks.read_text()}---\n{again}")
-    before = (site / RELAY).read_bytes()
-    assert run("apply", "--target", site).code == 0
-    applied = (site / RELAY).read_bytes()
-    assert applied != before
+    assert run("apply", "--target", site, "--component", "all").code == 0
+    applied = fake_sglang.snapshot(site)
     shutil.rmtree(site / "sglang/.dspark_pd")
     for verb in VERBS:
-        outcome = run(verb, "--target", site)
+        everything = [] if verb == "revert" else ["--component", "all"]
+        outcome = run(verb, "--target", site, *everything)
         assert (outcome.code, outcome.codes) == (5, ["E402"]), verb
         (error,) = outcome.document["errors"]
-        assert "relay.keep-input, relay.see-store" in error["title"]
-        assert (site / RELAY).read_bytes() == applied
+        files = "2 files: srt/devices.py, srt/managers/relay.py"
+        assert error["title"] == f"lines of the set without a record in {files}"
+        ids = ("devices.accept-named", "relay.keep-input", "relay.see-store")
+        assert error["found"] == f"lines of {', '.join(ids)}"
+    del applied["sglang/.dspark_pd"]
+    left = {k: v for k, v in applied.items() if ".dspark_pd" not in k}
+    assert fake_sglang.snapshot(site) == left
 
 
 def test_revert_of_a_target_without_our_lines_needs_no_record(

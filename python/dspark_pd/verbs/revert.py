@@ -38,7 +38,7 @@ def run(options: Namespace) -> Result:
 
 
 def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
-    """Return E402 for each file that holds our lines while nothing is recorded."""
+    """Return E402 if files hold our lines while nothing is recorded."""
     if survey.ledger.entries:
         return []
     from dspark_pd.patch_set import load_patch_set
@@ -49,7 +49,8 @@ def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
         source = survey.current(hunk.target) or b""
         if hunk.identity not in known and names_our_module(hunk, source):
             known.append(hunk.identity)
-    return [unrecorded(file, found) for file, found in ids.items() if found]
+    places = {file: found for file, found in ids.items() if found}
+    return [unrecorded(places)] if places else []
 
 
 def _revert(survey: Survey, options: Namespace) -> Result:
