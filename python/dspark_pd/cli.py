@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -154,24 +155,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(
         verb=verb, json=in_json, quiet=False, verbose=loud, target=None
     )
+    for stream in (sys.stdout, sys.stderr):
+        # A path may hold bytes, or letters, that the terminal cannot show.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         if verb == "demo":
             # The bed parses its own options: they are an engine launcher's.
             demo = importlib.import_module("dspark_pd.bed.demo")
             return int(demo.main(given[1:]))
-        options, result = _run(given, options)
+        return _finish(*_run(given, options))
     except Exception as error:
         # The last resort: no traceback, and no exit code that means something else.
-        result = _fault(error, loud)
+        return _finish(options, _fault(error, loud))
     except KeyboardInterrupt:
         from dspark_pd.errors import on_target
 
         text = on_target(f"{_GO_ON} goes on from here", options.target)
         print(f"interrupted; {text}", file=sys.stderr)
         return 130
-    result.problems = [problem.on(options.target) for problem in result.problems]
-    _print(options, result)
-    return int(result.exit_code)
 
 
 def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
@@ -199,6 +201,12 @@ def _refusal(problems: list[Any]) -> Any:
     from dspark_pd.result import Result
 
     return Result(exit_code=problems[0].exit_code, problems=problems)
+
+
+def _finish(options: argparse.Namespace, result: Any) -> int:
+    result.problems = [problem.on(options.target) for problem in result.problems]
+    _print(options, result)
+    return int(result.exit_code)
 
 
 def _print(options: argparse.Namespace, result: Any) -> None:

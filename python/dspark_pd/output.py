@@ -36,8 +36,8 @@ def envelope(command: str | None, result: Result) -> dict[str, Any]:
 
 
 def as_json(command: str | None, result: Result, out: TextIO) -> None:
-    json.dump(envelope(command, result), out, indent=1)
-    out.write("\n")
+    # Nothing is written before all of it can be.
+    out.write(json.dumps(envelope(command, result), indent=1) + "\n")
 
 
 def as_text(result: Result, quiet: bool, verbose: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from dspark_pd import exit_codes
 from dspark_pd.cli import main
 from dspark_pd.error_catalogue import catalogue
 from dspark_pd.errors import Problem, on_target
+from dspark_pd.result import Result
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -223,3 +226,27 @@ def test_no_verb_ends_in_a_traceback(
     assert main([*arguments, "-v"]) == exit_codes.INTERNAL
     loud = capsys.readouterr().err
     assert "Traceback" in loud and "error[X901]" in loud
+
+
+def test_a_fault_in_the_output_is_one_document(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(options: object) -> Result:
+        return Result(data={"x": object()})
+
+    monkeypatch.setattr("dspark_pd.verbs.listing.run", odd)
+    outcome = run("list")
+    assert (outcome.code, outcome.codes) == (exit_codes.INTERNAL, ["X901"])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_any_path_can_be_shown(tmp_path: Path, encoding: str) -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2] / "python")
+    target = os.fsencode(tmp_path) + b"/caf\xc3\xa9 \xff"
+    command = [sys.executable, "-m", "dspark_pd", "status", "--target", target]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, check=False, timeout=60
+    )
+    assert done.returncode == exit_codes.TARGET
+    assert b"error[T101]" in done.stderr and b"Traceback" not in done.stderr
