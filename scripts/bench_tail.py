@@ -30,7 +30,7 @@ from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
 
 PROMPT_TOKENS = ((24, 32), (56, 64), (120, 128), (248, 256))
 DRAFTS = {"sliding": MODELS.draft_swa, "full": MODELS.draft_full}
-REQUESTS = 8
+REQUESTS = 16
 
 
 @dataclass(frozen=True)

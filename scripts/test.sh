@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests: unit tests in a minute, end-to-end tests with real engines.
 #
-#   scripts/test.sh                 everything but the long end-to-end modules
+#   scripts/test.sh                 everything
 #   scripts/test.sh -m unit         no engine is started
-#   scripts/test.sh -m e2e          prefill, decode and router on this CPU, long ones too
+#   scripts/test.sh -m e2e          prefill, decode and router on this CPU
 #   scripts/test.sh [pytest options and paths]
 #
 # Makes the same environment as scripts/demo.sh, so it works from a fresh clone.

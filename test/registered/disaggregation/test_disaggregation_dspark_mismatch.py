@@ -33,7 +33,7 @@ from pd_mismatch import (
 
 from dspark_pd.bed import MODELS, Bed, Engine, EngineSpec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"

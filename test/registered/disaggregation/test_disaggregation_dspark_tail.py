@@ -44,7 +44,7 @@ from dspark_pd.bed import (
 from dspark_pd.bed.models import check_checkpoint
 from dspark_pd.bed.prompts import make_prompts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 SETS = ("sliding", "sliding-short", "sliding-long")
 CAPTURE = {
