@@ -11,13 +11,19 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
+import stat
+import subprocess
+import tempfile
 import threading
 import tracemalloc
 import unittest
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest import mock
 
 import psutil
+import zmq
 from peer_fixtures import (
     NATIVE,
     PLAIN,
@@ -35,15 +41,26 @@ from peer_fixtures import (
 )
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import conn, control_thread_guard
+from sglang.srt.disaggregation.common import (
+    conn,
+    control_thread_guard,
+    control_thread_health,
+    log_limits,
+)
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
 )
 from sglang.srt.disaggregation.common.control_thread_guard import (
+    note_message,
+    survives,
+)
+from sglang.srt.disaggregation.common.control_thread_health import (
+    find_process,
+    flag_path,
     health_failure,
     health_response,
-    survives,
+    report_dead_thread,
 )
 from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
@@ -125,7 +142,7 @@ class TestNixlBootstrapThread(_Threads):
         process = psutil.Process(os.getpid())
         self.manager.early_rooms = EarlyRooms(max_rooms=256)
         self.assertTrue(self.serves_a_good_decode(10**7))
-        with mock.patch.object(control_thread_guard.logger, "error"):
+        with mock.patch.object(log_limits.logger, "error"):
             self._throw(dice, FRAMES // 2, "warm")
             before = self._footprint(process)
             self._throw(dice, FRAMES, "real")
@@ -231,6 +248,93 @@ class TestNixlDecodeListener(_Threads):
         self.assertEqual(table[1], KVPoll.Failed)
         self.assertIn("broke here", self.manager.failure_records[1])
 
+    def test_a_failing_chunk_or_request_for_staging_fails_its_room(self):
+        table = self.manager.request_status
+        table.update(dict.fromkeys((1, 2, 3), KVPoll.Transferring))
+        handler = mock.MagicMock()
+        handler.handle_chunk_arrived.side_effect = RuntimeError("staging broke")
+        self.manager._staging_handler = handler
+        self.manager.enable_staging = True
+        self.manager._handle_staging_req = mock.Mock(side_effect=RuntimeError("no"))
+        self.wire.send(b"CHUNK_READY", b"1", b"0", b"0", b"1", b"w", b"0")
+        self.wire.send(b"STAGING_REQ", b"2", b"0")
+        self.assertTrue(self.fails(2))
+        if hasattr(self.manager, "handle_chunk_ready"):  # from 0.5.21 on
+            self.assertTrue(self.fails(1))
+            self.assertIn("staging broke", self.manager.failure_records[1])
+        self.assertEqual(table[3], KVPoll.Transferring)
+
+    def test_fuzz_leaves_the_thread_alive(self):
+        """Hostile frames of every kind; good messages in between are worked on."""
+        dice = random.Random(11)
+        table = self.manager.request_status
+        with (
+            mock.patch.object(log_limits.logger, "error"),
+            mock.patch.object(conn.logger, "warning"),
+        ):
+            for number in range(FRAMES // 2):
+                self.wire.send(*self._hostile(dice))
+                if number % 500 == 0:
+                    room = 10**7 + number
+                    table[room] = KVPoll.Transferring
+                    self.status_message(room)
+                    self.assertTrue(self.fails(room), number)
+        self.assertLess(len(table), 50)
+        self.assertLessEqual(len(self.manager.failure_records), len(table))
+
+    def _hostile(self, dice):
+        room = str(dice.randrange(10**6)).encode()
+        frames = dice.choice(
+            [
+                [b"KV_STATUS", room, b"0", b"0", b"[PD-NOT-REGISTERED] who?"],
+                [b"KV_STATUS", room, b"4", b"0", dice.randbytes(20)],
+                [b"CHUNK_READY", room, b"0", b"0", b"1", b"w", b"0"],
+                [b"STAGING_REQ", room, b"0"],
+                [b"ABORT_ACK", room, b"0", b"1"],
+                [
+                    dice.randbytes(dice.randrange(40))
+                    for _ in range(dice.randrange(1, 9))
+                ],
+            ]
+        )
+        for _ in range(dice.randrange(3)):
+            index = dice.randrange(len(frames))
+            frames[index] = dice.choice([b"", dice.randbytes(9), b"[" * 5000])
+        return frames[: dice.randrange(1, len(frames) + 1)]
+
+
+class TestLostRegistration(_Threads):
+    """Prefill may forget a decode; the decode's next request registers again."""
+
+    def listen(self, manager, start):
+        self.start(manager, start)
+        manager.connection_pool.update({"a:1_0_0_0": [], "a:12_0_0_0": []})
+        manager.addr_to_rooms_tracker["a:1"].add(1)
+        manager.request_status[1] = KVPoll.Transferring
+
+    def test_nixl_forgets_the_connection(self):
+        manager = nixl_decode()
+        self.listen(manager, manager._start_decode_listener_thread)
+        failed = str(int(KVPoll.Failed)).encode()
+        self.wire.send(b"KV_STATUS", b"1", failed, b"0", b"another reason")
+        self.assertTrue(self.fails(1))
+        self.assertEqual(len(manager.connection_pool), 2)
+        manager.request_status[1] = KVPoll.Transferring
+        self.wire.send(b"KV_STATUS", b"1", failed, b"0", b"[PD-NOT-REGISTERED] who?")
+        self.assertTrue(self.fails(1))
+        self.assertEqual(list(manager.connection_pool), ["a:12_0_0_0"])
+
+    def test_mooncake_forgets_it_at_any_failure_without_a_reason(self):
+        manager = make_manager(MooncakeKVManager, DisaggregationMode.DECODE, MOONCAKE)
+        manager._start_heartbeat_checker_thread = mock.Mock()
+        self.listen(manager, manager.start_decode_thread)
+        manager._worker_threads[:] = [
+            t for t in manager._worker_threads if isinstance(t, threading.Thread)
+        ]
+        self.wire.send(b"1", str(int(KVPoll.Failed)).encode(), b"0")
+        self.assertTrue(self.fails(1))
+        self.assertEqual(list(manager.connection_pool), ["a:12_0_0_0"])
+
 
 class TestMooncakeBootstrapThread(_Threads):
     def setUp(self):
@@ -299,6 +403,7 @@ class TestMooncakeTransferWorker(CustomTestCase):
             open_sender(manager, room)
             # No peer of this name: upstream's lookup raises inside the worker.
             manager.transfer_infos[room] = {"x": mock.MagicMock(is_dummy=False)}
+            manager.req_to_decode_prefix_len[room] = 0
         chunks = [SimpleNamespace(room=room) for room in (1, 2)]
         manager.__dict__.update(
             state_layout_rejections={}, failed_sessions=set(), failed_session_probes={}
@@ -312,31 +417,53 @@ class TestMooncakeTransferWorker(CustomTestCase):
         )
         self.assertEqual(set(manager.request_status.values()), {KVPoll.Failed})
         self.assertIn("[PD-TRANSFER]", manager.failure_records[1])
+        self.assertEqual(manager.transfer_infos, {})
+        self.assertEqual(manager.req_to_decode_prefix_len, {})
+        self.assertEqual(dict(manager._staging_outstanding), {})
 
 
 class TestHeartbeat(CustomTestCase):
-    def test_survives_an_error_in_node_failure(self):
+    def check(self, *addresses, handle):
+        """A heartbeat thread over prefills that are down, and how one is handled."""
         manager = nixl_decode()
         self.addCleanup(close, manager)
+        down = mock.Mock(get=mock.Mock(side_effect=OSError))
         manager.__dict__.update(
             heartbeat_interval=0.01,
             _heartbeat_shutdown=threading.Event(),
             heartbeat_failures={},
             max_failures=1,
             session_pool_lock=threading.Lock(),
-            session_pool={"down": mock.Mock(get=mock.Mock(side_effect=OSError))},
-            prefill_info_table={"down": object()},
+            session_pool=defaultdict(lambda: down),
+            prefill_info_table=dict.fromkeys(addresses),
         )
-        self.addCleanup(manager._heartbeat_shutdown.set)
-        manager._handle_node_failure = mock.Mock(
-            side_effect=[KeyError("x"), None, None]
-        )
+        self.addCleanup(self.end, manager)
+        manager._handle_node_failure = mock.Mock(side_effect=handle)
         before = set(threading.enumerate())
         manager._start_heartbeat_checker_thread()
         [thread] = set(threading.enumerate()) - before
+        return manager, thread
+
+    def end(self, manager):
+        """Older releases' loops do not ask for the event: make them raise as well."""
+        manager._heartbeat_shutdown.set()
+        manager.prefill_info_table = None
+
+    def test_an_error_with_one_prefill_does_not_hide_the_next(self):
+        def handle(address):
+            if address == "first":
+                raise KeyError("always")
+
+        manager, _ = self.check("first", "second", handle=handle)
+        asked = manager._handle_node_failure
+        self.assertTrue(wait_for(lambda: mock.call("second") in asked.mock_calls))
+        self.assertIn(mock.call("first"), asked.mock_calls)
+
+    def test_survives_an_error_in_node_failure(self):
+        manager, thread = self.check("down", handle=[KeyError("x"), *[None] * 10**4])
         self.assertTrue(wait_for(lambda: manager._handle_node_failure.call_count >= 2))
         self.assertTrue(thread.is_alive())
-        manager._heartbeat_shutdown.set()
+        self.end(manager)
         thread.join(timeout=5)
         self.assertFalse(thread.is_alive())
 
@@ -370,6 +497,53 @@ class TestGuard(CustomTestCase):
 
         self.assertEqual(self.run_guarded(loop, manager).call_count, 0)
 
+    def test_an_error_in_receiving_blames_nobody(self):
+        messages, blamed = [[b"good"]], []
+
+        def loop():
+            while True:
+                note_message(None)
+                if not messages:
+                    raise OSError("receiving failed")
+                note_message(messages.pop())
+
+        with mock.patch.object(control_thread_guard, "report_dead_thread"):
+            survives(self.manager(), "a thread", lambda *args: blamed.append(args))(
+                loop
+            )()
+        self.assertEqual(blamed, [])
+
+    def test_upstreams_loops_clear_the_note_before_they_receive(self):
+        """Real loops: a message that was worked on is not blamed for the next receive."""
+        for manager, loop in (
+            (nixl_prefill(), "_start_bootstrap_thread"),
+            (nixl_decode(), "_start_decode_listener_thread"),
+        ):
+            self.addCleanup(close, manager)
+            received = iter([[b"WATERMARK"]])
+
+            def receive(received=received):
+                for message in received:
+                    return message
+                raise SystemExit(str(control_thread_guard.message_in_flight()))
+
+            with mock.patch.object(threading, "Thread") as thread:
+                getattr(manager, loop)()
+            inbox = SimpleNamespace(recv_multipart=receive)
+            with (
+                mock.patch.object(manager, "server_socket", inbox),
+                mock.patch.object(control_thread_guard, "report_dead_thread") as report,
+                self.assertRaises(SystemExit),
+            ):
+                thread.call_args.kwargs["target"]()
+            self.assertEqual(report.call_args.args[2], "SystemExit: None")
+
+    def test_a_context_that_is_torn_down_is_no_dead_thread(self):
+        def loop():
+            raise zmq.ContextTerminated
+
+        self.assertEqual(self.run_guarded(loop).call_count, 0)
+
     def test_a_thread_killed_by_an_exit_is_reported(self):
         def loop():
             raise SystemExit(3)
@@ -384,16 +558,20 @@ class TestHealth(CustomTestCase):
     port = 45871
 
     def setUp(self):
-        self.addCleanup(self._clean)
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        patch = mock.patch.object(
+            control_thread_health, "flag_folder", lambda: self.folder.name
+        )
+        patch.start()
+        self.addCleanup(patch.stop)
 
-    def _clean(self):
-        path = control_thread_guard._flag_path(self.port, os.getpid())
-        if os.path.exists(path):
-            os.unlink(path)
-
-    def report(self, port):
+    def report(self, port, name="a thread"):
         manager = SimpleNamespace(server_args=SimpleNamespace(port=port))
-        control_thread_guard.report_dead_thread(manager, "a thread", "it broke")
+        report_dead_thread(manager, name, "it broke")
+
+    def flags(self):
+        return sorted(os.listdir(self.folder.name))
 
     def test_red_with_the_reason_for_this_port_only(self):
         self.assertIsNone(health_failure(self.port))
@@ -401,16 +579,64 @@ class TestHealth(CustomTestCase):
         self.assertIn("'a thread' is dead: it broke", health_failure(self.port))
         self.assertIsNone(health_failure(self.port + 1))
         self.assertEqual(health_response(self.port).status_code, 503)
+        [name] = self.flags()
+        mode = os.stat(os.path.join(self.folder.name, name)).st_mode
+        self.assertEqual(stat.S_IMODE(mode), 0o600)
 
-    def test_a_flag_of_a_process_that_is_gone_is_removed(self):
+    def flag_of(self, pid, start):
+        """A flag as a process with this identity would have left it."""
+        process = control_thread_health.Process(pid, start, 1)
         with mock.patch.object(
-            control_thread_guard.os, "getpid", return_value=2**22 + 5
+            control_thread_health, "find_process", return_value=process
         ):
             self.report(self.port)
+
+    def test_a_flag_of_a_process_that_is_gone_is_removed(self):
+        self.flag_of(2**22 + 5, 1)
         self.assertIsNone(health_failure(self.port))
-        self.assertFalse(
-            os.path.exists(control_thread_guard._flag_path(self.port, 2**22 + 5))
-        )
+        self.assertEqual(self.flags(), [])
+
+    def test_a_flag_of_a_process_whose_id_was_used_again_is_removed(self):
+        """The engine was killed; an unrelated program has its id by now."""
+        other = subprocess.Popen(["sleep", "60"])
+        self.addCleanup(other.wait)
+        self.addCleanup(other.kill)
+        living = find_process(other.pid)
+        self.assertEqual(living.parent, os.getpid())
+        self.flag_of(other.pid, living.start - 1)
+        self.assertIsNone(health_failure(self.port))
+        self.assertEqual(self.flags(), [])
+        self.flag_of(other.pid, living.start)
+        self.assertIsNotNone(health_failure(self.port), "that process lives")
+
+    def test_a_thread_that_starts_again_clears_its_flag_and_stale_ones(self):
+        manager = SimpleNamespace(server_args=SimpleNamespace(port=self.port))
+        self.report(self.port, "one thread")
+        self.report(self.port, "another")
+        self.flag_of(2**22 + 5, 1)
+        self.assertEqual(len(self.flags()), 3)
+
+        def loop():
+            manager._stopped = True
+
+        survives(manager, "one thread")(loop)()
+        [kept] = self.flags()
+        self.assertIn("another", kept)
+
+    def test_a_link_or_a_file_of_another_kind_is_not_read_nor_written_through(self):
+        path = flag_path(self.port, find_process(os.getpid()), "a thread")
+        victim = os.path.join(self.folder.name, "victim")
+        with open(victim, "w") as file:
+            file.write('{"thread": "no", "reason": "flag"}')
+        os.symlink(victim, path)
+        self.assertIsNone(health_failure(self.port))
+        self.report(self.port)
+        self.assertFalse(os.path.islink(path))
+        with open(victim) as file:
+            self.assertIn("flag", file.read())
+        os.unlink(path)
+        os.mkfifo(path)
+        self.assertIsNone(health_failure(self.port), "a pipe must not block health")
 
     def test_endpoint_is_red_with_the_reason(self):
         import asyncio
@@ -436,21 +662,38 @@ class TestHealth(CustomTestCase):
             CommonKVManager._register_topology_row(manager, "http://x/route", {})
         self.assertIn("registration", health_failure(self.port))
 
-    def test_bootstrap_server_that_dies_is_red(self):
-        server = object.__new__(CommonKVBootstrapServer)
-        server.prefill_http_port = self.port
-        server.app = mock.MagicMock()
-        server._background_tasks = set()
-        server.entry_cleanup_interval = 1
-        with mock.patch.object(
-            conn.web, "AppRunner", side_effect=OSError("port taken")
-        ):
-            server._runner = mock.MagicMock(cleanup=self._nothing)
-            server._run_server()
-        self.assertIn("port taken", health_failure(self.port))
+    def dead_bootstrap_server(self):
+        """A real server on a port that somebody else has."""
+        with socket.create_server(("127.0.0.1", 0)) as occupant:
+            server = CommonKVBootstrapServer("127.0.0.1", occupant.getsockname()[1])
+            server.thread.join(timeout=10)
+        self.assertFalse(server.thread.is_alive())
 
-    async def _nothing(self):
-        return None
+    def test_bootstrap_server_that_dies_is_red(self):
+        try:
+            from sglang.srt import runtime_context
+        except ImportError:
+            self.skipTest("this release keeps serving arguments elsewhere")
+        serving = SimpleNamespace(port=self.port)
+        with mock.patch.object(runtime_context, "get_serving", lambda: serving):
+            self.dead_bootstrap_server()
+        self.assertIn("'bootstrap server'", health_failure(self.port))
+        self.assertIsNone(health_failure(self.port + 1))
+
+    def test_bootstrap_server_that_knows_no_port_is_its_own_process_s(self):
+        with mock.patch.object(
+            control_thread_health, "_serving_port", return_value=None
+        ):
+            self.dead_bootstrap_server()
+        self.assertIn("'bootstrap server'", health_failure(self.port))
+        for stranger in ({"getpid": 1, "getppid": 1}, {"getpid": 2, "getppid": 1}):
+            others = {name: (lambda v=value: v) for name, value in stranger.items()}
+            with mock.patch.multiple(control_thread_health.os, **others):
+                self.assertIsNone(health_failure(self.port))
+        with mock.patch.object(
+            control_thread_health.os, "getpid", return_value=os.getppid()
+        ):
+            self.assertIsNotNone(health_failure(self.port), "a scheduler's parent")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ bounded.
 
 from __future__ import annotations
 
+import logging
+import time
 import unittest
+from unittest import mock
 
 from peer_fixtures import (
     NATIVE,
@@ -26,7 +29,11 @@ from peer_fixtures import (
 )
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import peer_admission, peer_agreement
+from sglang.srt.disaggregation.common import (
+    log_limits,
+    peer_admission,
+    peer_agreement,
+)
 from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -34,6 +41,11 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+
+
+def agreement_frame(content: bytes) -> bytes:
+    return peer_agreement.FRAME_MAGIC + content
+
 
 OTHER_DRAFT = {**NATIVE, "draft_weights": "bbbb"}
 
@@ -109,6 +121,24 @@ class TestNixlAdmission(_Prefill):
         self.metadata(1, "decode-unknown")
         self.assertTrue(self.is_failed(1))
         self.assertIn(b"[PD-NOT-REGISTERED]", self.wire.answer()[4])
+
+    def test_a_bad_message_in_the_name_of_a_peer_costs_the_peer_nothing(self):
+        """Deep JSON, a description that is none, a registration that upstream cannot read."""
+        self.register("decode-good")
+        deep = agreement_frame(b"[" * 60_000)
+        none = agreement_frame(b"7")
+        plain = nixl_registration(self.wire.port, "decode-good", description=NATIVE)
+        unreadable = [*plain[:10], b"no rank", *plain[11:]]
+        for room, frames in enumerate(
+            ([*plain[:-1], deep], [*plain[:-1], none], unreadable), start=1
+        ):
+            open_sender(self.manager, room)
+            self.wire.send(*frames)
+            self.metadata(room, "decode-good")
+            with self.subTest(room):
+                self.assertTrue(self.is_ready(room), self.manager.failure_records)
+        self.assertEqual(len(self.manager.agent.peers), 1)
+        self.assertEqual(self.manager.peer_rejections, {})
 
     def test_an_unpatched_decode_without_draft_memory_is_refused(self):
         self.manager.kv_args.peer_description = {**NATIVE, "kv_entries": 12}
@@ -245,19 +275,87 @@ class TestEarlyRooms(_Prefill):
         self.assertLessEqual(len(self.manager.transfer_infos), 4)
 
 
+class TestRaces(CustomTestCase):
+    """The control thread and the scheduler meet at a room."""
+
+    def test_a_room_opened_between_two_questions_fails(self):
+        manager = nixl_prefill()
+        self.addCleanup(close, manager)
+        rooms = peer_admission.early_rooms(manager)
+        remember = rooms.remember
+
+        def opened_meanwhile(room, reason):
+            open_sender(manager, room)
+            return remember(room, reason)
+
+        with mock.patch.object(rooms, "remember", opened_meanwhile):
+            peer_admission.conclude_room(manager, 7, "why")
+        self.assertEqual(manager.request_status[7], KVPoll.Failed)
+        self.assertEqual(manager.failure_records[7], "why")
+
+
+class TestLogs(CustomTestCase):
+    """Peers choose their names; the log must not grow with them, nor fall silent."""
+
+    def setUp(self):
+        self.manager = nixl_prefill({**PLAIN, "kv_entries": 0})
+        self.addCleanup(close, self.manager)
+        self.lines = []
+        handler = logging.Handler()
+        handler.emit = self.lines.append
+        for module in (peer_agreement, peer_admission, log_limits):
+            module.logger.addHandler(handler)
+            self.addCleanup(module.logger.removeHandler, handler)
+
+    def admit(self, *frames):
+        return peer_admission.admit(self.manager, list(frames))
+
+    def test_made_up_decodes(self):
+        other = {**PLAIN, "page_size": 7}
+        for number in range(5000):
+            self.admit(*nixl_registration(1, f"d{number}", description=other))
+        self.assertLess(len(self.lines), 60)
+        self.assertIn("d0", self.lines[0].getMessage())
+
+    def test_made_up_reasons(self):
+        for number in range(5000):
+            tag = peer_agreement.REFUSED_TAG
+            self.admit(tag, str(number).encode(), b"one reason")
+        self.assertLess(len(self.lines), 5)
+        later = time.monotonic() + 60
+        with mock.patch.object(log_limits.time, "monotonic", return_value=later):
+            self.admit(peer_agreement.REFUSED_TAG, b"1", b"one reason")
+        self.assertIn("one reason", self.lines[-1].getMessage())
+        self.assertEqual(len(self.lines), 2, "silent for ever")
+
+
+class TestWithoutTheAgreement(_Prefill):
+    """This component alone: decodes are not compared, control threads are guarded."""
+
+    def test_messages_are_admitted(self):
+        with mock.patch.object(peer_admission, "agreement", None):
+            manager = nixl_prefill(None)
+            self.start(manager, manager._start_bootstrap_thread)
+            open_sender(manager, 1)
+            self.wire.send(b"PEER_REFUSED", b"1", b"a tag nobody knows here")
+            self.wire.send(*nixl_registration(self.wire.port, description=NATIVE))
+            self.wire.send(*nixl_metadata(1, self.wire.port))
+            self.assertTrue(self.is_ready(1))
+
+
 class TestFrames(CustomTestCase):
     def test_description_is_found_wherever_it_stands_and_taken_out(self):
         other = b"dspark-tail/1:xyz"
         message = [*nixl_registration(1, description=PLAIN), other]
-        self.assertEqual(peer_admission.take_description(message), PLAIN)
+        self.assertEqual(peer_agreement.take_description(message), PLAIN)
         self.assertEqual(message, [*nixl_registration(1), other])
-        self.assertIsNone(peer_admission.take_description(message))
+        self.assertIsNone(peer_agreement.take_description(message))
 
     def test_a_frame_that_only_claims_to_be_one_is_an_error(self):
         magic = peer_agreement.FRAME_MAGIC
         for frame in (b"[]", b"{", b"\xff", b" " * 70000):
             with self.subTest(frame[:4]), self.assertRaises(ValueError):
-                peer_admission.take_description([b""] * 5 + [magic + frame])
+                peer_agreement.take_description([b""] * 5 + [magic + frame])
 
 
 if __name__ == "__main__":

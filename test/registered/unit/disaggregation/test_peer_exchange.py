@@ -20,6 +20,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import requests
 from peer_fixtures import (
     NATIVE,
@@ -29,6 +30,7 @@ from peer_fixtures import (
     nixl_decode,
     nixl_prefill,
     open_receiver,
+    open_sender,
     patch_existing,
     wait_for,
 )
@@ -354,6 +356,41 @@ class TestDecodeRefuses(_WithServer):
         decode = self.decode(None)
         with self.assertRaisesRegex(RuntimeError, "Page size mismatch"):
             decode.try_ensure_parallel_info(self.addr)
+
+
+class TestLostRegistration(_WithServer):
+    """Prefill forgets a decode, as after a restart that no heartbeat noticed."""
+
+    def test_the_request_after_the_failed_one_is_served(self):
+        prefill, decode = self.prefill(), self.decode()
+        prefill._start_bootstrap_thread()
+        decode._start_decode_listener_thread()
+        decode.agent.name = "decode-a"
+        decode.agent.get_agent_metadata = lambda: b"metadata of decode-a"
+        lists = "kv_data_mem_kinds state_data_ptrs state_item_lens state_data_lens"
+        empty = {name: [] for name in (*lists.split(), "state_layer_ids")}
+        decode.kv_args.__dict__.update(empty, gpu_id=0)
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.assertTrue(self.is_served(prefill, decode, 1))
+        prefill.decode_kv_args_table.clear()
+        self.assertFalse(self.is_served(prefill, decode, 2))
+        self.assertTrue(wait_for(lambda: 2 in decode.failure_records))
+        self.assertIn("[PD-NOT-REGISTERED]", decode.failure_records[2])
+        self.assertTrue(wait_for(lambda: decode.connection_pool == {}))
+        self.assertTrue(self.is_served(prefill, decode, 3))
+
+    def is_served(self, prefill, decode, room) -> bool:
+        """Whether prefill is ready to send, once decode asked for this room."""
+        open_sender(prefill, room)
+        early = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+        with patch_existing(conn, get_disagg=lambda: early):
+            receiver = open_receiver(decode, self.addr, room)
+            receiver.init(0)
+            receiver.send_metadata(np.array([1, 2], dtype=np.int32), aux_index=0)
+        status = prefill.request_status
+        final = (KVPoll.WaitingForInput, KVPoll.Failed)
+        self.assertTrue(wait_for(lambda: status.get(room) in final))
+        return status[room] == KVPoll.WaitingForInput
 
 
 class _Liar(http.server.BaseHTTPRequestHandler):

@@ -5,22 +5,28 @@ function is wrapped by `survives`; the loop hands each message to `note_message`
 `peer_admission.admit`, which does). When the loop raises, the guard blames the message
 in flight on its peer or room and enters the loop again, which by construction keeps no
 state between messages. A thread that can no longer receive, or that leaves its loop for
-good, is reported: the reason goes to the log and to a small file that the HTTP server's
-``/health`` reads, because scheduler and HTTP server are different processes.
+good, is reported: the reason goes to the log and to ``/health`` (see
+`control_thread_health.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import glob
-import json
 import logging
-import os
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import zmq
+
+from sglang.srt.disaggregation.common.control_thread_health import (
+    clear_flags,
+    report_dead_thread,
+)
+from sglang.srt.disaggregation.common.log_limits import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +34,17 @@ logger = logging.getLogger(__name__)
 # QUICK_S, cannot receive any more.
 MAX_QUICK_FAILURES = 10
 QUICK_S = 1.0
-# Log every error up to here, then one per LOG_INTERVAL_S: a peer that keeps sending
-# garbage must not fill the disk.
-LOGGED_IN_FULL = 20
-LOG_INTERVAL_S = 10.0
 
+_TORN_DOWN = "its sockets are torn down"
 _in_flight = threading.local()
+_confined = RateLimitedLog()
 
 
 def note_message(message: list[bytes] | None) -> None:
-    """Remember the message this thread works on, for blame if its handling raises."""
+    """Remember the message this thread works on, for blame if its handling raises.
+
+    None before each receive: an error there is nobody's fault.
+    """
     _in_flight.message = message
 
 
@@ -65,12 +72,13 @@ def survives(
         def run() -> None:
             reason = "its loop ended"
             try:
+                clear_flags(manager, name)
                 reason = _run_until_hopeless(manager, name, loop, blame) or reason
             except BaseException as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                if not stopping(manager):
+                if not stopping(manager) and reason != _TORN_DOWN:
                     report_dead_thread(manager, name, reason)
 
         return run
@@ -89,6 +97,10 @@ def _run_until_hopeless(manager, name, loop, blame) -> str | None:
         except Exception as error:
             if stopping(manager):
                 return None
+            if isinstance(error, zmq.ContextTerminated) or sys.is_finalizing():
+                # Nothing but a teardown ends a context; some managers have no flag.
+                logger.info("%s: its sockets are torn down", name)
+                return _TORN_DOWN
             message = message_in_flight()
             log.record(f"{name}: an error in one message, thread goes on", error)
             if message is not None:
@@ -121,94 +133,10 @@ def stopping(manager: Any) -> bool:
     )
 
 
-class RateLimitedLog:
-    """Logs the first errors in full, then one line per interval with a count."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._skipped = 0
-        self._last = 0.0
-
-    def record(self, text: str, error: Exception) -> None:
-        """Log `text` with the error's traceback, or count it."""
-        self._count += 1
-        now = time.monotonic()
-        if self._count <= LOGGED_IN_FULL:
-            logger.error(text, exc_info=error)
-        elif now - self._last >= LOG_INTERVAL_S:
-            logger.error("%s: %s (%d more not shown)", text, error, self._skipped)
-            self._last, self._skipped = now, 0
-        else:
-            self._skipped += 1
-
-
-# -- health ---------------------------------------------------------------------------
-
-
-def report_dead_thread(manager: Any, name: str, reason: str) -> None:
-    """Log that a control thread is gone and turn this server's ``/health`` red."""
-    logger.critical(
-        "Control thread '%s' is dead: %s. This engine cannot serve disaggregated "
-        "requests any more; restart it.",
-        name,
-        reason,
-    )
-    port = server_port(manager)
-    path = _flag_path(port, os.getpid())
+@contextlib.contextmanager
+def confined(what: str) -> Iterator[None]:
+    """Log an error instead of ending the loop around it, for loops over many peers."""
     try:
-        with open(path, "w") as file:
-            json.dump({"thread": name, "reason": reason}, file)
-    except OSError:
-        logger.exception("Could not write %s; /health will stay green", path)
-
-
-def server_port(manager: Any) -> int:
-    """HTTP port of the server a manager or bootstrap server belongs to, or 0."""
-    port = getattr(getattr(manager, "server_args", None), "port", None)
-    return int(port or getattr(manager, "prefill_http_port", None) or 0)
-
-
-def health_failure(port: int) -> str | None:
-    """Why the server on `port` must not be called healthy; None when nothing is known.
-
-    Flags are per server port and scheduler process. Flags of processes that are gone
-    are removed: a dead scheduler ends its server by other means.
-    """
-    for path in glob.glob(_flag_path(port, "*")):
-        try:
-            if os.stat(path).st_uid != os.getuid():
-                continue
-            if not _is_alive(int(path.rsplit("-", 1)[1].split(".")[0])):
-                os.unlink(path)
-                continue
-            with open(path) as file:
-                flag = json.load(file)
-        except (OSError, ValueError):
-            continue
-        return f"control thread '{flag.get('thread')}' is dead: {flag.get('reason')}"
-    return None
-
-
-def health_response(port: int) -> Any:
-    """A 503 response that says why, or None while no control thread is known dead."""
-    reason = health_failure(port)
-    if reason is None:
-        return None
-    from fastapi import Response
-
-    return Response(status_code=503, content=reason, media_type="text/plain")
-
-
-def _flag_path(port: int, pid: int | str) -> str:
-    folder = tempfile.gettempdir()
-    return os.path.join(folder, f"sglang-dead-control-thread-{port}-{pid}.json")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        yield
+    except Exception as error:
+        _confined.record(f"An error in {what}; going on with the next", error)

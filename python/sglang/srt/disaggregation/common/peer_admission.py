@@ -1,11 +1,11 @@
 """Prefill's door: which decode messages the bootstrap thread may work on.
 
 Life cycle: the bootstrap thread hands every message to `admit` right after receiving
-it. A registration is judged by the agreement's rows; a refused decode is never added as
-a peer. A room's metadata from a refused or unregistered decode fails that room, on both
-engines, with the reason. Everything else passes to upstream's own handling; if that
-raises, `blame_prefill` undoes a half-made registration or fails the room (see
-`control_thread_guard.py`).
+it. A registration is judged by the agreement's rows, where that component is applied; a
+refused decode is never added as a peer. A room's metadata from a refused or unregistered
+decode fails that room, on both engines, with the reason. Everything else passes to
+upstream's own handling; if that raises, `blame_prefill` undoes a half-made registration
+or fails the room (see `control_thread_guard.py`).
 
 Message layouts, after NIXL's guard frame is taken off: ``[room or "None", ip, port,
 agent name or session id, ...]`` on both backends.
@@ -13,7 +13,6 @@ agent name or session id, ...]`` on both backends.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import OrderedDict
@@ -22,31 +21,23 @@ from typing import Any, NamedTuple
 import zmq
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.control_thread_guard import (
-    RateLimitedLog,
-    note_message,
-)
+from sglang.srt.disaggregation.common.control_thread_guard import note_message
 from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
-from sglang.srt.disaggregation.common.peer_agreement import (
-    FRAME_MAGIC,
-    REFUSED_TAG,
-    judge,
-    own_description,
-    say_once,
-)
-from sglang.srt.disaggregation.common.peer_agreement_table import (
-    REFUSE,
-    UNPATCHED,
-    Description,
-)
+from sglang.srt.disaggregation.common.log_limits import RateLimitedLog, may_say
+
+try:
+    from sglang.srt.disaggregation.common import peer_agreement as agreement
+except ImportError:  # applied without the component that compares engines
+    agreement = None
 
 logger = logging.getLogger(__name__)
 
 NIXL_GUARD = b"NixlMsgGuard"
 REGISTRATION = b"None"
+# Decode knows by this code that it must register again.
+NOT_REGISTERED = "[PD-NOT-REGISTERED]"
 _PASSED_ON = (b"WATERMARK", b"STAGING_RSP", b"BOOTSTRAP")
 _POINTER_BYTES = 8
-_MAX_FRAME_BYTES = 65536
 _MAX_REJECTIONS = 4096
 _MAX_NAME = 256
 _MAX_REASON = 2048
@@ -114,7 +105,7 @@ def admit(manager: Any, message: list[bytes] | None) -> bool:
         return False
     try:
         return _admit(manager, message)
-    except (ValueError, IndexError) as error:
+    except Exception as error:
         _malformed.record("Dropped a malformed message to prefill", error)
         return False
 
@@ -126,7 +117,7 @@ def _admit(manager: Any, message: list[bytes]) -> bool:
     if tag == b"ABORT":
         _note_early_abort(manager, message)
         return True
-    if tag == REFUSED_TAG:
+    if agreement is not None and tag == agreement.REFUSED_TAG:
         _take_refusal(manager, message)
         return False
     envelope = Envelope.read(message)
@@ -150,59 +141,38 @@ def _take_refusal(manager: Any, message: list[bytes]) -> None:
         "refused by decode: "
         + message[2].decode("utf-8", errors="replace")[:_MAX_REASON]
     )
-    _log_refusal_once(manager, reason)
+    if may_say(manager, reason, in_full=1):
+        logger.error("A decode engine does not accept this prefill; %s", reason)
     conclude_room(manager, room, reason)
 
 
-def _log_refusal_once(manager: Any, reason: str) -> None:
-    said = manager.__dict__.setdefault("refusals_said", set())
-    if reason not in said and len(said) < 1024:
-        said.add(reason)
-        logger.error("A decode engine does not accept this prefill; %s", reason)
-
-
 def _admit_registration(manager, message, envelope: Envelope) -> bool:
-    theirs = take_description(message)
-    ours = own_description(manager)
-    rejections(manager).pop(envelope.agent, None)
-    note_described(manager, envelope.agent, theirs is not None)
-    if ours is None:
+    description = None
+    if agreement is not None:
+        description = agreement.take_description(message)
+    agent = envelope.agent
+    # What upstream's handling must be taken back to if it raises.
+    manager.registering = (agent, manager.decode_kv_args_table.get(agent))
+    rejections(manager).pop(agent, None)
+    note_described(manager, agent, description is not None)
+    if agreement is None:
         return True
-    if theirs is None:
-        theirs = _unpatched_decode(message)
-    verdicts = judge(decode=theirs, prefill=ours)
-    say_once(manager, f"decode {envelope.agent}", verdicts)
-    if verdicts and verdicts[0].severity == REFUSE:
-        reject(manager, envelope.agent, verdicts[0].text)
-        return False
-    return True
+    regions = _kv_regions(message)
+    reason = agreement.refuse_decode(manager, agent, description, regions)
+    if reason is None:
+        return True
+    reject(manager, agent, reason)
+    return False
 
 
-def take_description(message: list[bytes]) -> Description | None:
-    """Remove decode's description from a registration; None when there is none.
-
-    Raises ValueError for a frame that claims to be one and is not.
-    """
-    for index in range(len(message) - 1, 3, -1):
-        if message[index].startswith(FRAME_MAGIC):
-            frame = message.pop(index)
-            if len(frame) > _MAX_FRAME_BYTES:
-                raise ValueError(f"a description of {len(frame)} bytes")
-            description = json.loads(frame[len(FRAME_MAGIC) :])
-            if not isinstance(description, dict):
-                raise ValueError("a description that is not an object")
-            return description
-    return None
-
-
-def _unpatched_decode(message: list[bytes]) -> Description:
-    """What a registration without description shows anyway: how many KV regions.
+def _kv_regions(message: list[bytes]) -> int:
+    """How many KV regions a registration holds.
 
     The pointers follow the agent's metadata on NIXL and the session id on Mooncake.
     """
     frames = body_of(message)
     pointers = frames[5] if frames is not message else frames[4]
-    return {**UNPATCHED, "kv_entries": len(pointers) // _POINTER_BYTES}
+    return len(pointers) // _POINTER_BYTES
 
 
 def note_described(manager: Any, agent: str, described: bool) -> None:
@@ -232,8 +202,9 @@ def _admit_room(manager, message, envelope: Envelope) -> bool:
     rejected = rejections(manager).get(envelope.agent)
     if rejected is None and envelope.agent not in manager.decode_kv_args_table:
         rejected = Rejected(
-            f"[PD-NOT-REGISTERED] decode {envelope.agent} is not registered with this "
-            "prefill (it may have been restarted); the next request registers again",
+            f"{NOT_REGISTERED} decode {envelope.agent} is not registered with this "
+            "prefill (it may have been restarted); a decode with sglang-dspark-pd "
+            "registers again at its next request, restart another",
             patched=False,
         )
     if rejected is not None:
@@ -289,12 +260,21 @@ def answer(manager: Any, envelope: Envelope, parts: list[bytes]) -> None:
 
 def conclude_room(manager: Any, room: int, reason: str) -> None:
     """Fail a room that has its sender; remember the verdict for one that has none."""
-    if room in manager.request_status:
-        if manager.request_status.get(room) != KVPoll.Success:
-            manager.record_failure(room, reason)
-            manager.update_status(room, KVPoll.Failed)
+    if _fail_open_room(manager, room, reason):
         return
-    early_rooms(manager).remember(room, reason)
+    if not early_rooms(manager).remember(room, reason):
+        # The scheduler may have opened it between the two questions.
+        _fail_open_room(manager, room, reason)
+
+
+def _fail_open_room(manager: Any, room: int, reason: str) -> bool:
+    """False when the room has no sender (yet, or any more)."""
+    if room not in manager.request_status:
+        return False
+    if manager.request_status.get(room) != KVPoll.Success:
+        manager.record_failure(room, reason)
+        manager.update_status(room, KVPoll.Failed)
+    return True
 
 
 def adopt_early_verdict(sender: Any) -> None:
@@ -327,7 +307,8 @@ def blame_prefill(manager: Any, message: list[bytes], error: Exception) -> None:
         return
     envelope = Envelope.read(message)
     if body_of(message)[0] == REGISTRATION:
-        undo_registration(manager, envelope.agent)
+        if undo_registration(manager, envelope.agent):
+            return  # it was a peer before this message and is one still
         reason = (
             f"[PD-REGISTRATION] registering decode {envelope.agent} failed: {error}"
         )
@@ -338,9 +319,17 @@ def blame_prefill(manager: Any, message: list[bytes], error: Exception) -> None:
     fail_room(manager, envelope, reason, is_described(manager, envelope.agent))
 
 
-def undo_registration(manager: Any, agent: str) -> None:
-    """Remove what a registration that raised left behind."""
-    known = manager.decode_kv_args_table.pop(agent, None)
+def undo_registration(manager: Any, agent: str) -> bool:
+    """Remove what a registration that raised left behind, and nothing older.
+
+    True when the agent had registered before: anybody can name it in a message.
+    """
+    table = manager.decode_kv_args_table
+    registering, before = manager.__dict__.get("registering", (None, None))
+    if registering == agent and before is not None:
+        table[agent] = before
+        return True
+    known = table.pop(agent, None)
     for name in ("prep_handles", "prep_handles_slice_dst", "_prepared_state_plans"):
         getattr(manager, name, {}).pop(agent, None)
     remove = getattr(getattr(manager, "agent", None), "remove_remote_agent", None)
@@ -349,22 +338,21 @@ def undo_registration(manager: Any, agent: str) -> None:
             remove(agent)
         except Exception as error:
             logger.debug("NIXL had no agent %s to remove: %s", agent, error)
-
-
-def blame_decode(manager: Any, message: list[bytes], error: Exception) -> None:
-    """Fail the room of a prefill status message whose handling raised."""
-    parsed = manager.parse_kv_status_message(message)
-    if parsed is None or parsed[0] not in manager.request_status:
-        return
-    manager.record_failure(parsed[0], f"[PD-STATUS] handling prefill's status: {error}")
-    manager.update_status(parsed[0], KVPoll.Failed)
+    return False
 
 
 def fail_chunk(manager: Any, chunk: Any, error: Exception) -> bool:
-    """Fail the room of a transfer chunk that raised; False when there is no chunk."""
+    """Fail the room of a transfer chunk that raised; False when there is no chunk.
+
+    Takes with it what upstream's worker takes when it is done with a room. Its mark
+    that the room may still be written to stays: no acknowledgment must be sent.
+    """
     if chunk is None:
         return False
     reason = f"[PD-TRANSFER] sending KV failed: {type(error).__name__}: {error}"
-    logger.error("Room %s: %s", chunk.room, reason, exc_info=error)
+    shown = error if may_say(manager, f"[PD-TRANSFER] {type(error).__name__}") else None
+    logger.error("Room %s: %s", chunk.room, reason, exc_info=shown)
     manager.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
+    for name in ("transfer_infos", "req_to_decode_prefix_len", "_staging_outstanding"):
+        getattr(manager, name, {}).pop(chunk.room, None)
     return True

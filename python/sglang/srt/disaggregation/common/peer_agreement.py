@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from typing import Any
 
 from aiohttp import web
 
+from sglang.srt.disaggregation.common.log_limits import may_say
 from sglang.srt.disaggregation.common.peer_agreement_rules import decide
 from sglang.srt.disaggregation.common.peer_agreement_table import (
     REFUSE,
+    UNPATCHED,
     Description,
     Verdict,
 )
@@ -44,9 +45,7 @@ _SWITCHES = ("allow_cold_draft", "allow_partial_context")
 _RANK_KEYS = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank")
 _MAX_RANKS = 4096
 _MAX_SAID = 4096
-# A peer that comes under ever new names must not fill the log.
-_SAID_IN_FULL = 20
-_SAY_AGAIN_S = 10.0
+_MAX_FRAME_BYTES = 65536
 
 
 def own_description(manager: Any) -> Description | None:
@@ -172,22 +171,6 @@ def say_once(manager: Any, peer: str, verdicts: list[Verdict]) -> None:
             logger.warning("About %s: %s", peer, verdict.text)
 
 
-def may_say(manager: Any, subject: str) -> bool:
-    """Whether a line about `subject` may be logged: the first ones, then a few.
-
-    Never silent for good, so that a new peer is named sooner or later.
-    """
-    counts = manager.__dict__.setdefault("peer_lines", {})
-    if subject not in counts and len(counts) >= _MAX_SAID:
-        counts.clear()
-    count, last = counts.get(subject, (0, 0.0))
-    now = time.monotonic()
-    if count >= _SAID_IN_FULL and now - last < _SAY_AGAIN_S:
-        return False
-    counts[subject] = (count + 1, now)
-    return True
-
-
 # -- exchange 2: decode -> prefill ----------------------------------------------------
 
 
@@ -215,3 +198,41 @@ class DescribingSocket:
 
     def send_multipart(self, parts: list[bytes]) -> None:
         self._socket.send_multipart(add_description(self._manager, list(parts)))
+
+
+def take_description(message: list[bytes]) -> Description | None:
+    """Remove decode's description from a registration; None when there is none.
+
+    Raises ValueError or RecursionError for a frame that claims to be one and is not.
+    """
+    for index in range(len(message) - 1, 3, -1):
+        if message[index].startswith(FRAME_MAGIC):
+            frame = message.pop(index)
+            if len(frame) > _MAX_FRAME_BYTES:
+                raise ValueError(f"a description of {len(frame)} bytes")
+            description = json.loads(frame[len(FRAME_MAGIC) :])
+            if not isinstance(description, dict):
+                raise ValueError("a description that is not an object")
+            return description
+    return None
+
+
+def refuse_decode(
+    manager: Any, agent: str, theirs: Description | None, kv_regions: int
+) -> str | None:
+    """Why prefill does not register a decode; None when it does.
+
+    Args:
+        theirs: decode's description, None when it sent none.
+        kv_regions: how many KV regions it registers, which any decode shows.
+    """
+    ours = own_description(manager)
+    if ours is None:
+        return None
+    if theirs is None:
+        theirs = {**UNPATCHED, "kv_entries": kv_regions}
+    verdicts = judge(decode=theirs, prefill=ours)
+    say_once(manager, f"decode {agent}", verdicts)
+    if verdicts and verdicts[0].severity == REFUSE:
+        return verdicts[0].text
+    return None

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import zmq
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.log_limits import may_say
 from sglang.srt.disaggregation.common.peer_agreement import (
     HEADER,
     REFUSED_TAG,
     judge,
-    may_say,
     own_description,
     say_once,
 )
@@ -108,7 +108,7 @@ def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool | None:
         return _ensure_prefill(manager, bootstrap_addr)
     except Exception as error:
         reason = f"[PD-INTERNAL] {type(error).__name__}: {error}"
-        if may_say(manager, reason):
+        if may_say(manager, reason, in_full=1):
             logger.exception("Prefill %s could not be checked", bootstrap_addr)
         known = manager.prefill_info_table.get(bootstrap_addr)
         _refuse(manager, bootstrap_addr, known or _placeholder(), reason, admits=False)
@@ -138,7 +138,7 @@ def _ensure_prefill(manager: Any, bootstrap_addr: str) -> bool:
             return known
         except Exception as error:
             reason = f"[PD-UPSTREAM] {error}"
-            if may_say(manager, reason):
+            if may_say(manager, reason, in_full=1):
                 logger.exception("Refusing prefill %s", bootstrap_addr)
         finally:
             manager.peer_check_is_on = False
