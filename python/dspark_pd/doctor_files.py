@@ -24,7 +24,8 @@ from dspark_pd.doctor_fields import (
     value_of,
     variable_meant_by,
 )
-from dspark_pd.doctor_shell import Word, assignment, commands
+from dspark_pd.doctor_scanner import Word, assignment
+from dspark_pd.doctor_shell import commands
 
 _UNIT_LINES: Final = (
     (re.compile(r"^\s*Environment=", re.M), "export "),
@@ -32,6 +33,7 @@ _UNIT_LINES: Final = (
     (re.compile(r"^\s*EnvironmentFile=-?", re.M), "source "),
 )
 _SOURCING: Final = ("source", ".", "--env-file")
+_COMMENT = re.compile(r"^\s*#.*$", re.M)
 _NESTED = re.compile(r"(sglang|launch_server)\S*\s.*--\w", re.S)
 _MODULE = re.compile(r"(^|[./])launch_server(\.py)?$")
 
@@ -128,7 +130,17 @@ def parse_command(
     ours = [c for c in read if c.args.get("disaggregation_mode") == role]
     command = (ours or read)[0]
     command.count = len(read)
+    _note_other_forms(command, text)
     return command
+
+
+def _note_other_forms(command: Command, text: str) -> None:
+    """Remember variables that the text names in a form that is not read, as YAML."""
+    text = _COMMENT.sub("", text)
+    for name in VARIABLES:
+        known = name in command.unread or name in (command.environ or {})
+        if not known and re.search(rf"\b{name}\b", text):
+            command.unread[name] = "not written as NAME=value before the command"
 
 
 def _all_commands(text: str, outside: Mapping[str, str]) -> Iterator[list[Word]]:

@@ -28,7 +28,7 @@ REMARKS: dict[str, Remark] = {
     "value": Remark(
         "DOC-ARGS",
         WARN,
-        "{role}: {name} is {shown}, which has no value in {source}",
+        "{role}: the value of {name}, {shown}, is not known from {source}",
         _NOT_COMPARED,
         "write the value into the file, or set the variable for the doctor",
     ),

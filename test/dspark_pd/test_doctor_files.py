@@ -49,6 +49,7 @@ SCRIPTS = {
     "nested defaults": 'sglang serve --a "${NO:-${NEITHER:-x/${B:-y}}}"',
     "alternatives": 'A=1; sglang serve ${A:+--a "$A"} ${NO:+--b "$NO"}',
     "variables": 'A=4\nB="$A"\nB2="c d"; sglang serve --a $B${A} --b "$B2" $B2',
+    "appended variables": "A='--a b'\nA+=' --c d'\nsglang serve $A",
     "empty variables": 'A=""; sglang serve $A --a "$A"',
     "arrays": 'A=(--a b\n  "c d" # e\n)\nA+=(--f)\nsglang serve "${A[@]}"',
     "empty arrays": 'A=()\nsglang serve "${A[@]}" --a',
@@ -97,7 +98,7 @@ def test_the_launch_scripts_work_together(
     outcome = run("doctor", "--prefill", files[0], "--decode", files[1])
     messages = [f["message"] for f in outcome.data["findings"]]
     assert outcome.code == 0
-    assert any("${HICACHE_DIR}, which has no value" in text for text in messages)
+    assert any("${HICACHE_DIR}, is not known" in text for text in messages)
 
 
 def test_a_systemd_unit() -> None:
@@ -160,8 +161,8 @@ def test_what_could_not_be_read_refuses_nothing(bench: Bench) -> None:
         ("--config /x.yaml", "--config /x.yaml"),
         ("$FLAGS", "$FLAGS"),
         ('"${FLAGS[@]}"', "${FLAGS[@]}"),
-        ("--speculative-algorithm $ALGORITHM", "--speculative-algorithm is $ALGORITHM"),
-        ("--speculative-algorithm=$(pick)", "--speculative-algorithm is $(pick)"),
+        ("--speculative-algorithm $ALGORITHM", "--speculative-algorithm, $ALGORITHM,"),
+        ("--speculative-algorithm=$(pick)", "--speculative-algorithm, $(pick),"),
         ("--speculative-algoritm DSPARK", "--speculative-algorithm may be meant"),
     ):
         messages, refusals = told(bench, command(model, "prefill", unread), decode)
@@ -189,6 +190,9 @@ def test_variables_that_could_not_be_read_refuse_nothing(bench: Bench) -> None:
         ("", f"{cold}=$X {decode}"),
         ("", f"source ./env.sh\n{decode}"),
         ("", f"EnvironmentFile=/etc/x\nExecStart={decode}"),
+        ("", f"if $cold; then\n  export {cold}=1\nfi\n{decode}"),
+        ("", f"environment:\n  {cold}: 1\ncommand: {decode}"),
+        ("", f"{decode} &\n{cold}=1 true"),
     ):
         messages, refusals = told(bench, command(model, "prefill", env=env), flags)
         assert refusals == [], (env, flags)
@@ -197,7 +201,17 @@ def test_variables_that_could_not_be_read_refuse_nothing(bench: Bench) -> None:
 
 def test_an_assignment_under_a_condition_is_no_value() -> None:
     text = 'if true; then TP=2; fi\nsglang serve --model-path /m --tp "$TP"'
-    assert parse_command(text, outside={}).unread == {"tp_size": "$TP"}
+    assert parse_command(text, outside={}).unread["tp_size"] == "$TP"
+    text = "if true; then TP=2 sglang serve --model-path /m; fi"
+    assert parse_command(text, outside={}).environ == {"TP": "2"}
+
+
+def test_a_commented_variable_is_none(bench: Bench) -> None:
+    model, draft = bench.model("qwen", QWEN), dspark(bench)
+    decode = (
+        f"  # SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT=1\n{command(model, 'decode', draft)}"
+    )
+    assert told(bench, command(model, "prefill"), decode) == ([], ["PD-COLD-DRAFT"])
 
 
 def test_what_the_doctor_does_not_need_is_not_mentioned(bench: Bench) -> None:
