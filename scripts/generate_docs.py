@@ -11,6 +11,7 @@ hand and kept.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
 import agreement_tables  # noqa: E402
+import bench_tail  # noqa: E402
 
 from dspark_pd import exit_codes, output  # noqa: E402
 from dspark_pd.cli import build_parser  # noqa: E402
@@ -251,6 +253,12 @@ def envelope_table() -> str:
     return table(("key", "meaning"), rows)
 
 
+def tail_measurements() -> str:
+    """The numbers behind the plot beside them."""
+    measured = json.loads((ROOT / "docs_new/images/dspark_pd_tail.json").read_text())
+    return bench_tail.table([bench_tail.Point(**p) for p in measured["points"]])
+
+
 PARTS_BY_NAME: dict[str, Callable[[], str]] = {
     "counts": hunk_counts,
     "files": file_table,
@@ -262,6 +270,7 @@ PARTS_BY_NAME: dict[str, Callable[[], str]] = {
     "envelope": envelope_table,
     "agreement": lambda: agreement_tables.agreement_rows(table, prose),
     "runtime codes": lambda: agreement_tables.runtime_codes(table, prose),
+    "tail measurements": tail_measurements,
     "doctor rows": lambda: agreement_tables.doctor_rows(table, prose),
 }
 PAGES = {
@@ -270,6 +279,7 @@ PAGES = {
         "runtime codes",
         "doctor rows",
     ),
+    "advanced_features/dspark_pd_pp.mdx": ("tail measurements",),
     "advanced_features/dspark_pd_hunks.mdx": ("counts", "files", "register", "modules"),
     "developer_guide/dspark_pd_tool.mdx": (
         "options",

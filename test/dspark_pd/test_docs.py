@@ -67,3 +67,27 @@ def test_every_script_is_on_the_page_for_contributors() -> None:
     started = [path for path in scripts if path.read_text().startswith("#!")]
     for script in started:
         assert f"`{script.name}`" in text, script.name
+
+
+def test_the_plot_is_of_the_numbers_beside_it() -> None:
+    images = DOCS / "images"
+    points = json.loads((images / "dspark_pd_tail.json").read_text())["points"]
+    drawn = (images / "dspark_pd_tail.svg").read_text()
+    for label in {f"prompt of {point['prompt_tokens']} tokens" for point in points}:
+        assert label in drawn
+    for draft in {point["draft"] for point in points}:
+        assert f"{draft} draft" in drawn
+
+
+def test_a_covering_tail_loses_nothing() -> None:
+    """What the page says of the sliding draft is in its numbers."""
+    points = json.loads((DOCS / "images" / "dspark_pd_tail.json").read_text())["points"]
+    steps = {
+        (point["tail"], point["prompt_tokens"]): point["verify_steps"]
+        for point in points
+        if point["draft"] == "sliding"
+    }
+    for tail, name in steps:
+        if tail is not None and tail >= 31:
+            assert steps[tail, name] == steps[None, name]
+    assert any(steps[8, name] > steps[None, name] for _, name in steps)
