@@ -318,21 +318,6 @@ class TestUnequalTensorParallel(CustomTestCase):
         self.assertEqual(self.code("mha", "mha", [4, 64]), "PD-DRAFT-HEADS")
 
 
-class TestDraftDtype(CustomTestCase):
-    def codes(self, **prefill):
-        decode = {**NATIVE, "draft_kv_storage": "bfloat16", "draft_kv_dtype": "auto"}
-        return [v.code for v in decide(decode, {**NATIVE, **prefill})]
-
-    def test_pools_count_not_flags(self):
-        pool = {"draft_kv_storage": "bfloat16", "draft_kv_dtype": "bfloat16"}
-        self.assertEqual(self.codes(**pool), [])
-        pool = {"draft_kv_storage": "float8_e4m3fn", "draft_kv_dtype": "auto"}
-        self.assertEqual(self.codes(**pool), ["PD-DRAFT-KV-DTYPE"])
-
-    def test_flags_count_where_a_pool_is_not_known(self):
-        self.assertEqual(self.codes(draft_kv_dtype="fp8_e4m3"), ["PD-DRAFT-KV-DTYPE"])
-
-
 EAGLE = {**PLAIN, "algorithm": "EAGLE", "mode": "none"}
 QUANTISED = {"kv_dtype": "auto", "kv_storage": "float8_e4m3fn"}
 # What stock SGLang serves must not be refused: name -> (decode, prefill).
@@ -373,9 +358,9 @@ NOT_REFUSED = {
     "tensor parallel 4 to 2": ({**PLAIN, "tp": 2}, {**PLAIN, "tp": 4}),
     "data-parallel attention on decode": ({**PLAIN, "dp": 4, "tp": 1}, PLAIN),
     "quantised target": ({**PLAIN, **QUANTISED}, {**PLAIN, **QUANTISED}),
-    "draft dtype named on one engine": (
-        {**NATIVE, "draft_kv_dtype": "auto", "draft_kv_storage": "bfloat16"},
-        {**NATIVE, "draft_kv_dtype": "bfloat16", "draft_kv_storage": "bfloat16"},
+    "draft dtype known of one engine": (
+        {k: v for k, v in NATIVE.items() if k != "draft_kv_dtype"},
+        {**NATIVE, "draft_kv_dtype": "bfloat16"},
     ),
     "a config object's defaults": (
         {**PLAIN, "target": {**PLAIN["target"], "head_dim": 128}},

@@ -231,10 +231,10 @@ class TestDescription(CustomTestCase):
 class TestEngineFacts(CustomTestCase):
     """The running engine replaces what arguments only suggest."""
 
-    def describe_rank(self, handoff, draft_pool=None):
+    def describe_rank(self, handoff, draft_pool=None, **args):
         config = SimpleNamespace(to_dict=lambda: TARGET)
         scheduler = SimpleNamespace(
-            server_args=SimpleNamespace(**PLAIN_ARGS),
+            server_args=SimpleNamespace(**(PLAIN_ARGS | args)),
             model_config=SimpleNamespace(hf_config=config),
         )
         kv_args = SimpleNamespace(
@@ -267,11 +267,18 @@ class TestEngineFacts(CustomTestCase):
         self.assertEqual(described["aux"], ["output_ids:4", "bootstrap_room:8"])
         self.assertEqual((described["kv_entries"], described["mode"]), (8, "none"))
         self.assertFalse(described["kv_layer_ids"])
-        self.assertNotIn("draft_kv_storage", described)
+        self.assertNotIn("draft_kv_dtype", described)
 
     def test_dtype_of_the_drafts_pool(self):
         described = self.describe_rank(None, SimpleNamespace(dtype=torch.bfloat16))
-        self.assertEqual(described["draft_kv_storage"], "bfloat16")
+        self.assertEqual(described["draft_kv_dtype"], "bfloat16")
+
+    def test_a_rank_without_the_drafts_pool_does_not_guess_its_dtype(self):
+        flags = {"speculative_algorithm": "DSPARK", "kv_cache_dtype": "fp8_e4m3"}
+        self.assertNotIn("draft_kv_dtype", self.describe_rank(None, **flags))
+        pool = SimpleNamespace(dtype=torch.float16)
+        described = self.describe_rank(None, pool, **flags)
+        self.assertEqual(described["draft_kv_dtype"], "float16")
 
     def test_refusals_are_admitted_only_where_they_are_read(self):
         self.assertTrue(self.describe_rank(None)["admits"])
@@ -510,7 +517,7 @@ class TestDraftDtype(CustomTestCase):
 
     def test_a_flag_counts_under_any_of_its_names(self):
         flag = {"kv_cache_dtype": "fp8_e4m3"}
-        self.assertEqual(self.dtype(**flag), "fp8_e4m3")
+        self.assertEqual(self.dtype(**flag), "float8_e4m3fn")
         flag["speculative_draft_kv_cache_dtype"] = "bf16"
         self.assertEqual(self.dtype(**flag), "bfloat16")
 

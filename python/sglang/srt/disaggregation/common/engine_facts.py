@@ -70,12 +70,14 @@ def _describe_rank(scheduler, role, kv_args, queue) -> Description:
     if handoff is not None:
         description["mode"] = handoff["mode"]
         description["dspark"] = handoff
+    # A rank without a draft's pool must not guess what another rank knows.
+    description.pop("draft_kv_dtype", None)
     pool = getattr(queue, "token_to_kv_pool", None)
     facts = {
         "page_size": int(kv_args.page_size),
         "kv_dtype": kv_args.kv_cache_dtype_str,
         "kv_storage": _storage_dtype(pool),
-        "draft_kv_storage": _storage_dtype(
+        "draft_kv_dtype": _storage_dtype(
             getattr(queue, "draft_token_to_kv_pool", None)
         ),
         "aux": aux_layout(queue.metadata_buffers),

@@ -53,15 +53,6 @@ def _draft_heads_unsliceable(pair: Pair) -> bool:
     return attention is not None and is_dense and draft is not None and draft[0] > 1
 
 
-def _draft_kv_dtypes_clash(pair: Pair) -> bool:
-    """Of the pools where both engines tell, else of the flags."""
-    if not pair.native:
-        return False
-    if None not in pair.both("draft_kv_storage"):
-        return pair.differ("draft_kv_storage")
-    return pair.differ("draft_kv_dtype")
-
-
 def _draft_hides_values(pair: Pair) -> bool:
     """Mooncake's guess where values begin, for decodes with a draft on one side only.
 
@@ -201,10 +192,12 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-DRAFT-KV-DTYPE",
         REFUSE,
         "draft_kv_dtype",
-        _draft_kv_dtypes_clash,
+        differs("draft_kv_dtype", when="native"),
         "the engines store draft KV in different dtypes",
         "draft KV bytes would be misread",
-        _SAME_FLAG + " of --speculative-draft-kv-cache-dtype",
+        _SAME_FLAG
+        + " of --speculative-draft-kv-cache-dtype, or of --kv-cache-dtype and "
+        "--dtype, which it follows",
     ),
     Rule(
         "PD-DRAFT-HEADS",

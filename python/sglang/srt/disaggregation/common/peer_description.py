@@ -36,7 +36,15 @@ _TRUE = frozenset({"1", "true", "yes", "y"})
 _BLOCK_SIZE = "dspark_block_size"
 _BUNDLED_DRAFT_FIELDS = (_BLOCK_SIZE, "dspark_target_layer_ids")
 _LAYER_PARTITION = "SGLANG_PP_LAYER_PARTITION"
-_DTYPES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32"}
+# Flags' names for dtypes, as torch names them.
+_DTYPES = {
+    "bf16": "bfloat16",
+    "half": "float16",
+    "fp16": "float16",
+    "float": "float32",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 _TARGET_FIELDS = (
     ("layers", "num_hidden_layers"),
     ("hidden", "hidden_size"),
@@ -173,7 +181,7 @@ def describe_draft(
 def draft_kv_dtype(
     args: Mapping[str, Any], target_config: Mapping[str, Any] | None
 ) -> str | None:
-    """dtype of the draft's KV pool under its own name; None when flags do not say.
+    """dtype of the draft's KV pool as torch names it; None when flags do not say.
 
     ``auto`` follows the model's dtype, unless a quantised checkpoint brings its own.
     """
