@@ -510,6 +510,18 @@ class TestMutePrefill(CustomTestCase):
         self.assertLessEqual(len(self.asked), 2, "one look and one try to tell")
         self.assertGreater(refused.look_again_s, prefill_check._LOOK_AGAIN_S)
 
+    def test_a_mute_one_is_never_waited_for_again(self):
+        self.refuse()
+        prefill_check.ensure_prefill(self.decode, self.addr)
+        time.sleep(peer_background.ANSWER_S + 0.5)
+        refused = prefill_check.refusal_of(self.decode, self.addr)
+        for _ in range(3):
+            refused.since -= 60
+            began = time.monotonic()
+            self.assertTrue(prefill_check.ensure_prefill(self.decode, self.addr))
+            self.assertLess(time.monotonic() - began, 0.2)
+        self.assertGreaterEqual(len(self.asked), 2, "asked, but not waited for")
+
     def test_first_contact_is_waited_for_once(self):
         began = time.monotonic()
         for _ in range(5):

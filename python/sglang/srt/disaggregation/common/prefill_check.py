@@ -179,14 +179,17 @@ def _disagreement(manager, bootstrap_addr, theirs) -> str | None:
 def _look(manager: Any, bootstrap_addr: str) -> Prefill | None:
     """What a prefill says of itself; None while it is not known.
 
-    The first question is waited for a moment, because a prefill that is up answers in
-    milliseconds. A later call takes the answer that came in the meantime.
+    A question is waited for a moment, because a prefill that is up answers in
+    milliseconds; not again after one that was not answered in time. A later call takes
+    the answer that came in the meantime.
     """
     looks = manager.__dict__.setdefault("peer_looks", {})
+    slow = manager.__dict__.setdefault("peer_slow", set())
     when, future = looks.pop(bootstrap_addr, (0.0, None))
     patience = 0.0
     if future is None or time.monotonic() - when > _ANSWER_MAX_AGE_S:
-        when, patience = time.monotonic(), _PATIENCE_S
+        when = time.monotonic()
+        patience = 0.0 if bootstrap_addr in slow else _PATIENCE_S
         key = ("look", bootstrap_addr)
         future = background.submit(
             key, functools.partial(ask, bootstrap_addr, header=HEADER)
@@ -195,12 +198,16 @@ def _look(manager: Any, bootstrap_addr: str) -> Prefill | None:
         return None
     concurrent.futures.wait([future], timeout=patience)
     if not future.done():
-        if len(looks) >= _MAX_LOOKS:
-            looks.clear()
+        for memory in (looks, slow):
+            if len(memory) >= _MAX_LOOKS:
+                memory.clear()
         looks[bootstrap_addr] = (when, future)
+        slow.add(bootstrap_addr)
         return None
     try:
-        return _prefill_from(future.result())
+        prefill = _prefill_from(future.result())
+        slow.discard(bootstrap_addr)
+        return prefill
     except Exception as error:
         if may_say(manager, f"look {bootstrap_addr}"):
             logger.error("Prefill %s is not ready: %r", bootstrap_addr, error)
