@@ -63,6 +63,7 @@ from sglang.srt.disaggregation.common.control_thread_health import (
     report_dead_thread,
 )
 from sglang.srt.disaggregation.common.early_rooms import EarlyRooms
+from sglang.srt.disaggregation.common.peer_agreement import FRAME_MAGIC
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -147,6 +148,9 @@ class TestNixlBootstrapThread(_Threads):
             before = self._footprint(process)
             self._throw(dice, FRAMES, "real")
             after = self._footprint(process, before[1] + 32)
+        open_sender(self.manager, 10**8 + 7)
+        self.wire.send(*nixl_metadata(10**8 + 7, self.wire.port, "decode-good"))
+        self.assertTrue(self.is_ready(10**8 + 7), "a good decode lost its registration")
         self.assertTrue(self.serves_a_good_decode(10**9))
         manager = self.manager
         for name, table in (
@@ -181,7 +185,7 @@ class TestNixlBootstrapThread(_Threads):
 
     def _hostile(self, dice, name):
         room, port = dice.randrange(10**6), dice.randrange(1, 65536)
-        shape = dice.randrange(6)
+        shape = dice.randrange(7)
         if shape == 0:
             frames = nixl_registration(port, name, dice.randrange(4), PLAIN)
         elif shape == 1:
@@ -190,6 +194,9 @@ class TestNixlBootstrapThread(_Threads):
             frames = [b"ABORT", str(room).encode()]
         elif shape == 3:
             frames = [b"PEER_REFUSED", str(room).encode(), dice.randbytes(40)]
+        elif shape == 5:  # in a good decode's name, what no JSON reader gets through
+            frames = nixl_registration(port, "decode-good")
+            return [*frames, FRAME_MAGIC + b"[" * dice.randrange(9000, 70_000)]
         elif shape == 4:
             frames = nixl_registration(
                 port, name, 1, {"version": dice.randbytes(2).hex()}

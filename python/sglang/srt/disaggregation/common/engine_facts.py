@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
 from sglang.srt.disaggregation.common.peer_description import (
     describe,
     read_config,
+    ring_ratios,
     stages_divide,
 )
 
@@ -81,7 +82,7 @@ def _describe_rank(scheduler, role, kv_args, queue) -> Description:
             getattr(queue, "draft_token_to_kv_pool", None)
         ),
         "aux": aux_layout(queue.metadata_buffers),
-        "rings": _rings(description.get("rings")),
+        "rings": _rings(ring_ratios(target_config)),
         "kv_layer_ids": bool(getattr(kv_args, "kv_layer_ids", None)),
         "stage_pairing": stage_pairing(description, pool, kv_args),
         "admits": admits(description.get("backend")) or None,
@@ -151,20 +152,19 @@ def aux_layout(buffers: Any) -> list[str]:
     ]
 
 
-def _rings(guessed: dict[str, int] | None) -> dict[str, int] | None:
+def _rings(ratios: list[str]) -> dict[str, int] | None:
     """Rows of the compressor rings by ratio, as this release's pools allocate them.
 
-    Args:
-        guessed: sizes from the arguments; its ratios are those of the model.
+    None for a model without rings, and on releases where the guess is exact.
     """
-    if not guessed:
+    if not ratios:
         return None
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 
     resolve = getattr(pools, "resolve_compress_state_ring_size", None)
-    if resolve is None:  # releases whose ring size does not depend on the draft tokens
-        return guessed
-    return {ratio: int(resolve(int(ratio))) for ratio in guessed}
+    if resolve is None:  # ring size does not depend on the number of draft tokens
+        return None
+    return {ratio: int(resolve(int(ratio))) for ratio in ratios}
 
 
 def admits(backend: str | None) -> bool:

@@ -306,16 +306,22 @@ def ring_sizes(
     Ratio 128 is left out: its state travels in pages of its own that are compatible
     across ring sizes. None for other models, and where the draft tokens are not known.
     """
-    ratios = set(_text_config(config or {}).get("compress_ratios") or ())
+    ratios = ring_ratios(config)
     tokens = _ring_tokens(config or {}, args, environ, capturing=capturing)
     if tokens is None:
         return None
     sizes = {}
-    if 4 in ratios:
+    if "4" in ratios:
         sizes["4"] = 16 if tokens else 8
-    if 2 in ratios:
+    if "2" in ratios:
         sizes["2"] = 1 << (tokens + 1).bit_length() if tokens else 2
     return sizes or None
+
+
+def ring_ratios(config: Mapping[str, Any] | None) -> list[str]:
+    """Compression ratios of the model whose rings are shipped whole."""
+    ratios = set(_text_config(config or {}).get("compress_ratios") or ())
+    return [str(ratio) for ratio in (4, 2) if ratio in ratios]
 
 
 def _ring_tokens(config, args, environ, *, capturing: bool) -> int | None:
