@@ -135,12 +135,14 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 
 def _details(prefill: Engine, decode: Engine) -> list[str]:
-    lines = ["", f"{'compared value':<20} {'prefill':<32} decode"]
     keys = sorted(prefill.description.keys() | decode.description.keys())
+    head = "compared value"
+    first = max(map(len, (head, *keys)))
+    lines = ["", f"{head:<{first}} {'prefill':<32} decode"]
     for key in keys:
         values = (str(e.description.get(key, "unknown")) for e in (prefill, decode))
         left, right = (
             value if len(value) < 32 else value[:28] + "..." for value in values
         )
-        lines.append(f"{key:<20} {left:<32} {right}")
+        lines.append(f"{key:<{first}} {left:<32} {right}")
     return lines

@@ -7,13 +7,10 @@ flags, so that a refusal at start, a silent loss or a missing variable shows bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 from dspark_pd.doctor_agreement import NOTE, REFUSE, WARN, Finding
 from dspark_pd.doctor_conditions import (
     STAGED_CAPTURE,
+    Check,
     both_known_and_differ,
     checksum_on_one,
     differ,
@@ -22,35 +19,25 @@ from dspark_pd.doctor_conditions import (
     is_on,
     lacks_layer_ids,
     no_handoff_for,
-    role_is,
+    runs_as,
     stages,
     stages_cannot_capture,
+    wrong_role,
 )
 from dspark_pd.doctor_fields import CAPTURE, HICACHE_FOLDER, LAYER_IDS, TAIL_TOKENS
 from dspark_pd.doctor_inputs import Engine, Unread
 from dspark_pd.doctor_releases import served_by
+from dspark_pd.doctor_tail_checks import TAIL_CHECKS
 
-
-@dataclass(frozen=True)
-class Check:
-    """One row; `applies` gets (prefill, decode)."""
-
-    code: str
-    severity: str
-    applies: Callable[[Engine, Engine], Any]
-    message: str
-    consequence: str
-    fix: str
-
-
-CHECKS: tuple[Check, ...] = (
+_PAIR_CHECKS: tuple[Check, ...] = (
     Check(
         "DOC-ROLE",
         REFUSE,
-        lambda p, d: not (role_is(p, "prefill") and role_is(d, "decode")),
-        "the engine given as --prefill or --decode runs in another role",
+        lambda p, d: wrong_role(p) or wrong_role(d),
+        "the engines given as --prefill and --decode run with {prefill_mode} and "
+        "{decode_mode}",
         "requests would find no peer",
-        "swap the two, or start them with --disaggregation-mode prefill and decode",
+        "swap the two if they are the wrong way round, or start them with --disaggregation-mode prefill and decode",
     ),
     Check(
         "DOC-RELEASE",
@@ -186,32 +173,12 @@ CHECKS: tuple[Check, ...] = (
         "run decode without --enable-hisparse",
     ),
     Check(
-        "DOC-DECODE-RADIX",
-        WARN,
-        lambda p, d: (
-            p.mode == "tail" and d.has("disaggregation_decode_enable_radix_cache")
-        ),
-        "decode reuses prefixes and takes a tail",
-        "a reused prefix keeps the draft KV of its first owner, which is its tail only; "
-        "a draft that attends further accepts less",
-        "use an all-sliding draft with a tail as long as its window, or run DSPARK on "
-        "prefill",
-    ),
-    Check(
         "DOC-TAIL-RADIX",
         NOTE,
         lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
         "prefill reuses prefixes and captures a tail",
         "matches end before the tail, so each hit recomputes that many tokens",
         "nothing to do",
-    ),
-    Check(
-        "DOC-TAIL-TBO",
-        REFUSE,
-        lambda p, d: p.mode == "tail" and p.has("enable_two_batch_overlap"),
-        "prefill captures hidden rows with two-batch overlap",
-        "the rows of the two halves cannot be told apart; prefill refuses to start",
-        "disable --enable-two-batch-overlap on prefill",
     ),
     Check(
         "DOC-HICACHE-FOLDER",
@@ -246,12 +213,20 @@ CHECKS: tuple[Check, ...] = (
         "empty the cache when DSPARK is enabled on prefill",
     ),
 )
+CHECKS = (*_PAIR_CHECKS, *TAIL_CHECKS)
 
 
 def engine_findings(prefill: Engine, decode: Engine) -> list[Finding]:
     """Findings of all rows that apply."""
+    modes = {"prefill_mode": runs_as(prefill), "decode_mode": runs_as(decode)}
     return [
-        Finding(row.code, row.severity, row.message, row.consequence, row.fix)
+        Finding(
+            row.code,
+            row.severity,
+            row.message.format(**modes),
+            row.consequence,
+            row.fix,
+        )
         for row in CHECKS
         if _applies(row, prefill, decode)
     ]

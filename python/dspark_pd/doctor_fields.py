@@ -7,10 +7,11 @@ a misspelling of one of these and are none.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import Any, Final, Literal
 
-Kind = Literal["int", "text", "switch"]
+Kind = Literal["int", "number", "text", "switch"]
 
 FIELDS: Final[dict[str, Kind]] = {
     "model_path": "text",
@@ -44,6 +45,16 @@ FIELDS: Final[dict[str, Kind]] = {
     "disaggregation_decode_allocation_policy": "text",
     "disaggregation_decode_enable_radix_cache": "switch",
     "disaggregation_enable_kv_checksum": "switch",
+    "disaggregation_decode_host_receive_threshold": "number",
+    "cuda_graph_backend_prefill": "text",
+    "enable_kv_cache_sharding": "switch",
+    "enable_pd_role_switch": "switch",
+    "enable_pdmux": "switch",
+    "enable_return_aux_hidden_states": "switch",
+    "enable_return_hidden_states": "switch",
+    "return_hidden_states_mode": "text",
+    "enable_streaming_session": "switch",
+    "enable_unified_memory": "switch",
     "config": "text",
 }
 ALIASES: Final = {
@@ -75,6 +86,8 @@ ALLOW_PARTIAL_CONTEXT: Final = "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT"
 ALLOW_COLD_DRAFT: Final = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
 PEER_DRAFT_TOKENS: Final = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+AUX_TCP: Final = "SGLANG_MOONCAKE_SEND_AUX_TCP"
+MEMORY_POOL: Final = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 VARIABLES: Final[dict[str, Kind]] = {
     CAPTURE: "switch",
     LAYER_IDS: "text",
@@ -83,6 +96,9 @@ VARIABLES: Final[dict[str, Kind]] = {
     ALLOW_COLD_DRAFT: "switch",
     PEER_DRAFT_TOKENS: "int",
     HICACHE_FOLDER: "text",
+    # Not "switch": SGLang starts with any value of it.
+    AUX_TCP: "text",
+    MEMORY_POOL: "text",
 }
 _TARGET: Final = ("model_path", "revision", "json_model_override_args")
 _DRAFT: Final = (
@@ -178,9 +194,18 @@ def misfit(name: str, value: Any) -> str | None:
             value = value_of(value.strip()) if value.strip() else 0
         if not isinstance(value, int) or isinstance(value, bool):
             return "a whole number"
+    elif kind == "number":
+        return None if _is_number(value) else "a number"
     elif name in VARIABLES and kind == "switch":
         if str(value).strip().lower() not in _ON_OR_OFF:
             return "1 or 0"
     elif kind == "text" and not isinstance(value, str):
         return "one value"
     return None
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(str(value)))
+    except ValueError:
+        return False

@@ -126,6 +126,8 @@ def parse_command(
             found.append(([*before, *words[: len(words) - len(flags)]], flags))
     if not any(flags for _, flags in found):
         raise NotArguments("no flag of an engine")
+    if not any(_starts_engine(around, flags) for around, flags in found):
+        raise NotArguments("no sglang serve, no launch_server and no --model-path")
     read = [_command(around, flags) for around, flags in found]
     ours = [c for c in read if c.args.get("disaggregation_mode") == role]
     command = (ours or read)[0]
@@ -171,6 +173,15 @@ def _flags_of(words: list[Word]) -> list[Word] | None:
             flags = [field_of(t[2:].partition("=")[0]) for t in texts[index:]]
             return words[index:] if set(flags) & set(FIELDS) else None
     return None
+
+
+def _starts_engine(around: list[Word], flags: list[Word]) -> bool:
+    """Whether it is SGLang, has a model, or may have what nobody could read."""
+    started = around[-1].text if around else ""
+    if _MODULE.search(started) or started.rpartition("/")[2] == "sglang":
+        return True
+    names = [field_of(w.text[2:].partition("=")[0]) for w in flags]
+    return "model_path" in names or "config" in names
 
 
 def _command(around: list[Word], flags: list[Word]) -> Command:

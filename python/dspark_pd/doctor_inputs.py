@@ -165,7 +165,8 @@ def _describe(engine: Engine, published: dict[str, Any] | None) -> None:
         _forget_switches(engine)
     known = not engine.unread & {"model_path"}
     if engine.target_config is None and known and not _has_remark(engine, "DOC-CONFIG"):
-        engine.problems.append(_config_remark(engine, "config"))
+        row = "config" if engine.args.get("model_path") else "no model"
+        engine.problems.append(_config_remark(engine, row))
 
 
 def _from_arguments(engine: Engine, read_models: bool = True) -> dict[str, Any]:
@@ -191,7 +192,8 @@ def _from_arguments(engine: Engine, read_models: bool = True) -> dict[str, Any]:
 
 def _config_remark(engine: Engine, row: str, **fields: str) -> Finding:
     model = engine.args.get("model_path")
-    return remark(row, role=engine.role, model=model, **fields)
+    source = engine.source
+    return remark(row, role=engine.role, source=source, model=model, **fields)
 
 
 def _has_remark(engine: Engine, code: str) -> bool:

@@ -74,10 +74,17 @@ REMARKS: dict[str, Remark] = {
         "models, drafts and DeepSeek-V4 rings are not compared",
         "run the doctor where the model lies",
     ),
+    "no model": Remark(
+        "DOC-CONFIG",
+        WARN,
+        "{role}: {source} names no --model-path",
+        "models, drafts and DeepSeek-V4 rings are not compared",
+        "name the model where the engine is started",
+    ),
     "damaged": Remark(
         "DOC-CONFIG",
         WARN,
-        "the config of {role}'s model {model} cannot be understood: {detail}",
+        "the config of {role}'s model, or of its draft, cannot be understood: {detail}",
         "the engines are compared by their flags alone",
         "repair the config.json of the model or of its draft",
     ),

@@ -17,6 +17,7 @@ from dspark_pd.doctor_agreement import load
 from dspark_pd.doctor_checks import CHECKS, STAGED_CAPTURE
 from dspark_pd.doctor_files import parse_command
 from dspark_pd.doctor_inputs import read_engine
+from dspark_pd.doctor_tail_checks import TAIL_CHECKS
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -231,14 +232,7 @@ OWN_ROWS = {
     "DOC-CP-CAPTURE": ("--attn-cp-size 2 --tp 2", CAPTURE, "{draft} --tp 2", TAIL),
     "DOC-DECODE-HICACHE": ("", CAPTURE, "{draft} --enable-hierarchical-cache", TAIL),
     "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
-    "DOC-DECODE-RADIX": (
-        "",
-        CAPTURE,
-        "{draft} --disaggregation-decode-enable-radix-cache",
-        TAIL,
-    ),
     "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
-    "DOC-TAIL-TBO": ("--enable-two-batch-overlap", CAPTURE, "{draft}", TAIL),
     "DOC-HICACHE-FOLDER": ("--hicache-storage-backend file", "", "", ""),
     "DOC-HICACHE-LAYOUT": (
         "--hicache-mem-layout page_first_direct --hicache-io-backend kernel",
@@ -314,6 +308,7 @@ def test_a_tail_on_a_release_that_hands_none_over(bench: Bench) -> None:
 
 def test_every_own_row_is_tested() -> None:
     elsewhere = {"DOC-RELEASE", "DOC-STAGED-CAPTURE", "DOC-TAIL-RELEASE"}
+    elsewhere |= {row.code for row in TAIL_CHECKS}  # test_doctor_tail.py
     assert {row.code for row in CHECKS} == set(OWN_ROWS) | elsewhere
 
 

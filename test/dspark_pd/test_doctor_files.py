@@ -35,6 +35,51 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+# -- what is an engine ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python -m foo --tp 2 --disaggregation-mode prefill",
+        (LAUNCH / "cpu_twin.sh").read_text(),
+    ],
+)
+def test_a_file_that_starts_no_sglang_is_refused(
+    bench: Bench, run: Run, text: str
+) -> None:
+    path = bench.file("other.sh", text)
+    outcome = run("doctor", "--prefill", path, "--decode", path)
+    assert (outcome.code, outcome.codes) == (2, ["U004"])
+    assert "no sglang serve" in outcome.document["errors"][0]["found"]
+
+
+def test_engines_without_a_mode_are_no_pair(bench: Bench, run: Run) -> None:
+    plain = f"sglang serve --model-path {bench.model('qwen', QWEN)}"
+    path = bench.file("plain.sh", plain)
+    outcome = run("doctor", "--prefill", path, "--decode", path)
+    (finding,) = outcome.data["findings"]
+    assert (outcome.code, finding["code"]) == (1, "DOC-ROLE")
+    assert finding["message"].count("no --disaggregation-mode") == 2
+    decode = bench.file("decode.sh", f"{plain} --disaggregation-mode decode")
+    outcome = run("doctor", "--prefill", path, "--decode", decode)
+    (finding,) = outcome.data["findings"]
+    assert "and --disaggregation-mode decode" in finding["message"]
+
+
+def test_a_mode_that_cannot_be_read_is_not_refused(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    prefill = f"sglang serve --model-path {model} --disaggregation-mode $MODE_OF_IT"
+    assert "DOC-ROLE" not in bench.codes(prefill, command(model, "decode"))
+
+
+def test_a_model_that_is_not_named_is_not_called_none(bench: Bench) -> None:
+    files = [f"sglang serve --disaggregation-mode {r}" for r in ("prefill", "decode")]
+    messages = [finding.message for finding in bench.findings(*files)]
+    assert any("names no --model-path" in message for message in messages)
+    assert not any("None" in message for message in messages)
+
+
 # -- as a shell would -------------------------------------------------------------------
 
 SCRIPTS = {
