@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -82,6 +83,13 @@ def patched(stock):
     rule.write_text(yaml.safe_dump(_gate_rule()))
     subprocess.run([ast_grep, "scan", "-r", rule, stock, "-U"], check=True)
     return stock
+
+
+def test_an_sglang_with_the_set_lets_the_platform_pass(run_child, stock):
+    """As it is installed: this is what lacks without the hunk."""
+    if importlib.util.find_spec("sglang.srt.managers.spec_relay_guard") is None:
+        pytest.skip("the installed SGLang does not have the set")
+    assert _gate(run_child, stock, SGLANG_PLATFORM="cpu_reference") == "passed"
 
 
 def test_named_platform_passes_the_device_gate(run_child, patched):

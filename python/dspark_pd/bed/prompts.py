@@ -42,11 +42,6 @@ class Prompt:
     max_new_tokens: int
     expected: list[int]
 
-    @property
-    def expected_text(self) -> str:
-        """`expected` as ASCII text."""
-        return bytes(self.expected).decode("ascii")
-
 
 def make_prompts(
     count: int,

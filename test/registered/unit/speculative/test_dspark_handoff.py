@@ -300,14 +300,6 @@ class TestSpecs(KnobCase):
         self.assertEqual(len(marks), 6)
         self.assertTrue(all(0 < mark < 1 << 63 for mark in marks))
 
-    def test_rows_needed(self):
-        self.set_knobs(tail=-1)
-        spec = handoff.resolve_decode_spec(draft_config(window=32), target_config())
-        self.assertEqual([spec.rows_needed(n) for n in (1, 31, 500)], [1, 31, 31])
-        self.set_knobs(tail=4, partial=1)
-        spec = handoff.resolve_decode_spec(draft_config(), target_config())
-        self.assertEqual(spec.rows_needed(500), 500)
-
 
 class TestDescriptions(KnobCase):
     def test_tail(self):
@@ -319,7 +311,6 @@ class TestDescriptions(KnobCase):
             decode = handoff.describe_decode(args, target_config())
         self.assertEqual(prefill, decode)
         self.assertEqual(prefill["mode"], "tail")
-        self.assertEqual(prefill["aux_names"][-1], "dspark_tail")
         self.assertEqual((prefill["tail_tokens"], prefill["window_need"]), (31, 31))
 
     def test_native_and_none(self):
@@ -332,21 +323,6 @@ class TestDescriptions(KnobCase):
                 found = describe(args, target_config())
                 self.assertEqual(found["mode"], "native")
                 self.assertEqual(found["layer_ids"], [0, 2, 4])
-                self.assertNotIn("dspark_tail", found["aux_names"])
-
-    def test_names_match_the_buffers(self):
-        from sglang.srt.disaggregation.utils import MetadataBuffers
-
-        for checksum in (False, True):
-            args = server_args(disaggregation_enable_kv_checksum=checksum)
-            names = handoff.aux_buffer_names(
-                args, target_config().hf_config, with_tail=False
-            )
-            buffers = MetadataBuffers(
-                2, 16, torch.float32, 8, kv_checksum_enabled=checksum
-            )
-            pointers = [getattr(buffers, name).data_ptr() for name in names]
-            self.assertEqual(pointers, buffers.get_buf_infos()[0])
 
 
 class TestRefusals(KnobCase):

@@ -186,7 +186,8 @@ DRAFT_RULES: tuple[Rule, ...] = (
         _weights_unknown,
         "an engine could not read its draft checkpoint's files",
         "that both run the same draft weights is not checked",
-        "give both engines a local --speculative-draft-model-path",
+        "give both engines a local --speculative-draft-model-path, or a local "
+        "--model-path where the target bundles its draft",
     ),
     Rule(
         "PD-DRAFT-KV-DTYPE",

@@ -8,7 +8,7 @@ prefill and decode in two engines there are two ways to move that context:
 - ``tail``: prefill runs no draft. It keeps the last T hidden rows of each prompt and
   ships them beside the request's metadata; decode writes its draft KV from them.
 
-Life cycle of a ``TailSpec``: ``dspark_handoff_args`` validates the knobs before any
+Life cycle of a ``TailSpec``: ``dspark_handoff_startup`` validates the knobs before any
 process is started; each scheduler resolves its spec once, when it builds its metadata
 buffers (``dspark_handoff_tail``), and never changes it. The same numbers are described
 to the peer by ``describe_prefill`` and ``describe_decode``.
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 HEADER_BYTES = 64
 # One request's share of the pinned buffer; there are two slots per running request.
 MAX_ITEM_BYTES = 64 << 20
-TAIL_BUFFER_NAME = "dspark_tail"
 
 
 class DraftFacts(NamedTuple):
@@ -92,12 +91,6 @@ class TailSpec(msgspec.Struct, frozen=True, kw_only=True):
         for byte in text.encode():
             value = ((value ^ byte) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
         return (value >> 1) | 1
-
-    def rows_needed(self, prompt_tokens: int) -> int:
-        """Rows the draft reads before its first drafted position."""
-        if self.window_need is None:
-            return prompt_tokens
-        return min(prompt_tokens, self.window_need)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -312,33 +305,14 @@ def _check_coverage(tokens: int, need: int | None, *, source: str) -> None:
     )
 
 
-def aux_buffer_names(cfg: Any, hf_config: Any, *, with_tail: bool) -> list[str]:
-    """Names of the metadata buffers in the order in which they are registered."""
-    from sglang.srt.disaggregation.utils import get_dsa_seed_metadata_dim
-
-    names = ["output_ids", "cached_tokens", "output_token_logprobs_val"]
-    names += ["output_token_logprobs_idx", "output_top_logprobs_val"]
-    names += ["output_top_logprobs_idx"]
-    if envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get():
-        names += ["output_token_sampling_mask_len", "output_token_sampling_mask_idx"]
-        names += ["output_token_sampling_logprobs"]
-    names += ["output_topk_p", "output_topk_index", "output_hidden_states"]
-    if get_dsa_seed_metadata_dim(hf_config) > 0:
-        names.append("output_dsa_topk_indices")
-    names.append("bootstrap_room")
-    if getattr(cfg, "disaggregation_enable_kv_checksum", False):
-        names.append("kv_checksum")
-    return names + [TAIL_BUFFER_NAME] if with_tail else names
-
-
 def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):
     """What this prefill hands over, or None for no draft context at all.
 
     Returns:
         mode (str, ``native`` or ``tail``), layer_ids (list[int], ascending),
         hidden_size (int, values), dtype (str, such as ``bfloat16``), tail_tokens
-        (int, rows; 0 when native), row_bytes (int), aux_names (list[str], metadata
-        buffers in order), window_need (int, rows; None for the whole prompt).
+        (int, rows; 0 when native), row_bytes (int), window_need (int, rows; None for
+        the whole prompt).
 
     Raises:
         HandoffConfigError: a knob that cannot work.
@@ -379,7 +353,6 @@ def _describe_native(cfg: Any, model_config: ModelConfig) -> dict:
         "dtype": dtype_name(model_config.dtype),
         "tail_tokens": 0,
         "row_bytes": 0,
-        "aux_names": aux_buffer_names(cfg, model_config.hf_config, with_tail=False),
         "window_need": facts.window_need,
     }
 
@@ -392,7 +365,6 @@ def _describe_tail(cfg: Any, model_config: ModelConfig, spec: TailSpec) -> dict:
         "dtype": dtype_name(spec.dtype),
         "tail_tokens": spec.tail_tokens,
         "row_bytes": spec.row_bytes,
-        "aux_names": aux_buffer_names(cfg, model_config.hf_config, with_tail=True),
         "window_need": spec.window_need,
     }
 

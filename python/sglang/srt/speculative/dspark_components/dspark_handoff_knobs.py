@@ -203,8 +203,9 @@ def expect_peer_draft_tokens(hf_config: Any) -> None:
         block = getattr(hf_config, "dspark_block_size", None)
         tokens = int(block) + 1 if block else 0
     if tokens < 2 and (found is not None or is_deepseek_v4(hf_config)):
+        shown = "unset" if found is None else repr(found)
         raise HandoffConfigError(
-            f"{field.name}={'unset' if found is None else repr(found)}: a DeepSeek-V4 prefill without a draft must know "
+            f"{field.name}={shown}: a DeepSeek-V4 prefill without a draft must know "
             "how many tokens its decode verifies at once, block size + 1, to keep "
             "compressor rings of the same size. Set it to --speculative-num-draft-"
             "tokens of the decode."
