@@ -67,7 +67,17 @@ def edits_of(match: Match, source: bytes, replaces: bool) -> list[Edit]:
         pairs = [(match.start, before), (end, after)]
     else:
         pairs = _text_between(old, new, match.start)
-    return [Edit(at, at, text, match.rule_id) for at, text in pairs if text]
+    return [Edit(at, at, _bare(text), match.rule_id) for at, text in pairs if text]
+
+
+def _bare(text: str) -> str:
+    """Take from empty lines the indentation that ast-grep gives them.
+
+    The first and the last line share theirs with what upstream has there.
+    """
+    first, *lines = text.split("\n")
+    bare = [line if line.strip() else "" for line in lines[:-1]]
+    return "\n".join([first, *bare, *lines[-1:]])
 
 
 def splice(data: bytes, edits: list[Edit], carriage_returns: list[int]) -> bytes:

@@ -53,6 +53,17 @@ class Plan:
     """Why an identity that is wanted cannot be applied."""
     problems: list[Problem] = field(default_factory=list)
 
+    def idle_components(self) -> dict[str, str]:
+        """Return components that the release is too old for: what they do serve."""
+        since: dict[str, list[str]] = {}
+        busy = set()
+        for choice in self.choices:
+            if choice.verdict == "not applicable":
+                since.setdefault(choice.hunk.component, []).append(choice.detail)
+            else:
+                busy.add(choice.hunk.component)
+        return {name: told[0] for name, told in since.items() if name not in busy}
+
 
 def make_plan(
     patch_set: PatchSet,

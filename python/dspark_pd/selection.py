@@ -69,7 +69,7 @@ def _choose_variant(
     judged = candidates[0] if candidates else newest_first[0]
     served = [r for r in patch_set.releases if any(h.serves(r) for h in variants)]
     if known and not candidates and release < served[0]:
-        detail = f"serves {served[0]} and later"
+        detail = f"from {served[0]}"
         return Choice(identity, "not applicable", newest_first, detail)
     if dropped(judged, release, originals):
         return Choice(identity, "not needed", newest_first, _since(patch_set, served))

@@ -219,8 +219,25 @@ def test_a_component_for_later_releases_is_said_to_do_nothing(
     hunks.write_text(hunks.read_text().replace(">=1.0.0,<1.3.0", ">=1.2.0,<1.3.0"))
     fake_sglang.install(site, "1.1.0")
     before = snapshot(site)
-    outcome = run("apply", "--target", site, "--component", "cpu")
-    assert outcome.code == 0
+    for verb in ("apply", "diff", "status"):
+        outcome = run(verb, "--target", site, "--component", "cpu")
+        assert (outcome.code, outcome.codes) == (3, ["T105"])
+        (error,) = outcome.document["errors"]
+        assert error["title"] == "nothing for 1.1.0 in: cpu"
+        assert error["found"] == "cpu serves from 1.2.0"
+        assert snapshot(site) == before
+    both = ("--component", "native", "--component", "cpu")
+    assert run("apply", "--target", site, *both).codes == ["T105"]
+    assert snapshot(site) == before, "all or nothing"
+
+
+def test_components_for_later_releases_do_not_stop_all_of_them(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    hunks = overlay / "srt/devices.py.hunks.yml"
+    hunks.write_text(hunks.read_text().replace(">=1.0.0,<1.3.0", ">=1.2.0,<1.3.0"))
+    fake_sglang.install(site, "1.1.0")
+    outcome = run("apply", "--target", site, "--component", "all")
+    assert outcome.code == 0 and outcome.data["changed"]
     assert "component cpu has nothing for SGLang 1.1.0" in outcome.document["notes"][0]
-    assert snapshot(site) == before
-    assert run("status", "--target", site, "--component", "cpu").code == 0
+    assert run("status", "--target", site, "--component", "all").code == 0

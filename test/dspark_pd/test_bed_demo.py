@@ -101,3 +101,18 @@ def test_the_port_asked_for_serves_every_wave(
     assert "all engines stopped" in capsys.readouterr().err
     for log in (tmp_path / "logs").glob("router-*.log"):
         assert f"--port {port} " in log.read_text()
+
+
+def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for option, told in (
+        ("--requests N", "each mode"),
+        ("--model DIR", "target model"),
+        ("--draft DIR", "full attention"),
+        ("--sliding-draft DIR", "sliding windows"),
+        ("--log-dir DIR", "logs"),
+    ):
+        assert told in text.rpartition(f"{option} ")[2][:80], option
+    assert "Life cycle" not in text

@@ -67,6 +67,16 @@ def test_an_edit_from_before_apply_survives_and_is_named(run: Run, site: Path) -
     assert snapshot(site) == before
 
 
+def test_our_lines_without_their_record_are_not_called_an_edit(
+    run: Run, site: Path
+) -> None:
+    run("apply", "--target", site)
+    shutil.rmtree(site / "sglang/.dspark_pd")
+    outcome = run("status", "--target", site)
+    assert "E402" in outcome.codes
+    assert not any("edited before" in note for note in outcome.document["notes"])
+
+
 def test_a_restored_original_is_patched_again(run: Run, site: Path) -> None:
     before = snapshot(site)
     run("apply", "--target", site)

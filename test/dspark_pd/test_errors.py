@@ -89,6 +89,13 @@ def _no_release(bench: Bench) -> Outcome:
     return bench.apply()
 
 
+@scenario("T105")
+def a_component_for_later_releases(bench: Bench) -> Outcome:
+    bench.change("srt/devices.py.hunks.yml", ">=1.0.0,<1.3.0", ">=1.2.0,<1.3.0")
+    fake_sglang.install(bench.site, "1.1.0")
+    return bench.apply("--component", "cpu")
+
+
 @scenario("T103")
 def _newer_release(bench: Bench) -> Outcome:
     fake_sglang.install(bench.site, "1.3.0")

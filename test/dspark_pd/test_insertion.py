@@ -135,3 +135,16 @@ def test_ast_grep_counts_and_indents_as_assumed() -> None:
     assert (first.start, first.end, first.line) == (11, 14, 2)
     assert first.replacement == "ours()\n    f()"
     assert second.replacement == "ours()\nf()"
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_empty_lines_get_no_indentation(place: str) -> None:
+    source = "def f():\n    if a:\n        b()\n"
+    ours = "        x()\n        \n        y()"
+    new = f"{ours}\n        b()" if place == "before" else f"b()\n{ours}"
+    match = _match(source, "b()", new.lstrip() if place == "before" else new)
+    edits = edits_of(match, source.encode(), replaces=False)
+    result = splice(source.encode(), edits, []).decode()
+    assert "x()\n\n        y()" in result
+    assert not [line for line in result.splitlines() if line and not line.strip()]
+    compile(result, "f", "exec")

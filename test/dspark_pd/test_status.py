@@ -99,6 +99,8 @@ def test_an_older_release_than_the_hunk_is_not_applicable(
     fake_sglang.install(site, "1.1.0")
     outcome = run("status", "--target", site, "--component", "all")
     assert states(outcome)["devices.accept-named"] == "not applicable"
+    rows = {row["id"]: row["detail"] for row in outcome.data["hunks"]}
+    assert rows["devices.accept-named"] == "from 1.2.0"
 
 
 def test_an_unknown_release_is_tried_by_structure(run: Run, site: Path) -> None:
@@ -161,6 +163,15 @@ def test_list_names_files_and_releases(run: Run) -> None:
     lines = run("list", text=True).out.splitlines()
     (line,) = [line for line in lines if "start.check-settings" in line]
     assert "1.0.0 to 1.1.0" in line and " srt/start.py " in line
+
+
+def test_list_counts_what_it_shows(run: Run) -> None:
+    def last(*given: str) -> str:
+        return run("list", *given, text=True).out.splitlines()[-1]
+
+    one = "1 hunk on 1 file, 0 modules, SGLang"
+    assert last("srt/start.py") == f"{one} 1.0.0 to 1.1.0"
+    assert last("--component", "cpu") == f"{one} 1.0.0 to 1.2.0"
 
 
 @pytest.mark.parametrize("prefix", ["", "sglang/", "python/sglang/"])

@@ -1,4 +1,4 @@
-"""The demo: real engines, one table.
+"""Real engines on this machine, side by side: unified serving and prefill/decode.
 
 Life cycle: check what can be checked in a second; then wave by wave start engines,
 put a router before each pair, send the same prompts, stop the engines; then compare,
@@ -41,22 +41,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(mode.key for wave in modes.WAVES for mode in wave.modes)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report")
     parser.add_argument("--modes", metavar="A,B", help=f"only these of: {names}")
-    parser.add_argument("--requests", metavar="N", type=int, default=_REQUESTS)
-    parser.add_argument("--model", metavar="DIR", type=Path, default=MODELS.target)
-    parser.add_argument("--draft", metavar="DIR", type=Path, default=MODELS.draft_full)
+    text = f"requests that each mode gets (default: {_REQUESTS})"
     parser.add_argument(
-        "--sliding-draft", metavar="DIR", type=Path, default=MODELS.draft_swa
+        "--requests", metavar="N", type=int, default=_REQUESTS, help=text
     )
+    _add_models(parser)
     parser.add_argument(
         "--port",
         metavar="N",
         type=int,
         help="port of a router, N + 1 for the next pair (default: free ones)",
     )
-    parser.add_argument("--log-dir", metavar="DIR", type=Path)
+    text = "folder for the engines' logs (default: a new one)"
+    parser.add_argument("--log-dir", metavar="DIR", type=Path, help=text)
     parser.add_argument(
         "--keep-logs", action="store_true", help="also when everything went well"
     )
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    models = (
+        ("--model", MODELS.target, "target model"),
+        ("--draft", MODELS.draft_full, "DSpark draft with full attention"),
+        ("--sliding-draft", MODELS.draft_swa, "draft with sliding windows, for a tail"),
+    )
+    for flag, path, what in models:
+        text = f"{what} (default: the tiny one of the repository)"
+        parser.add_argument(flag, metavar="DIR", type=Path, default=path, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -235,7 +246,8 @@ def _say(text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m dspark_pd.bed.demo`."""
-    parser = argparse.ArgumentParser(prog="dspark-pd demo", description=__doc__)
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="dspark-pd demo", description=description)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

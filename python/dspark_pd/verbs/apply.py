@@ -34,6 +34,8 @@ def _apply(context: Context, options: Namespace) -> Result:
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     refuse_any([unknown] if unknown else plan.problems)
+    idle = context.idle_component(options, plan)
+    refuse_any([idle] if idle else [])
     transaction = changes.build(survey, "apply", components, plan.files)
     needed = changes.is_needed(transaction, survey)
     if needed and not options.dry_run:
@@ -98,25 +100,16 @@ def notes(survey: Survey, plan: Plan) -> list[str]:
         found.append(f"SGLang went from {old} to {new} under the applied set")
     if survey.ledger.unfinished:
         found.append(f"an earlier {survey.ledger.unfinished} was cut off; repaired")
-    found += _idle_components(survey, plan)
+    release = survey.target.release
+    found += [
+        f"component {component} has nothing for SGLang {release}: it serves later ones"
+        for component in plan.idle_components()
+    ]
+    if any(problem.code == "E402" for problem in plan.problems):
+        return found  # The lines that upstream did not ship are ours.
     hunked = [path for path, file in plan.files.items() if file.kind == "hunk"]
     for path in survey.foreign_originals(hunked):
         found.append(
             f"{path} was edited before apply; the edit is kept, under our lines"
         )
     return found
-
-
-def _idle_components(survey: Survey, plan: Plan) -> list[str]:
-    """Say which components this release is too old for, rather than nothing."""
-    served: dict[str, bool] = {}
-    for choice in plan.choices:
-        component = choice.hunk.component
-        idle = choice.verdict == "not applicable"
-        served[component] = served.get(component, False) or not idle
-    release = survey.target.release
-    return [
-        f"component {component} has nothing for SGLang {release}: it serves later ones"
-        for component, any_served in served.items()
-        if not any_served
-    ]

@@ -32,6 +32,23 @@ class Context:
         originals = self.survey.original
         return make_plan(self.patch_set, self.target.release, components, originals)
 
+    def idle_component(self, options: Namespace, plan: Plan) -> Problem | None:
+        """Return T105 where the user named components that have nothing for this release.
+
+        Without a name, or with ``all``, whatever serves it is what was asked for.
+        """
+        named = options.component or []
+        idle = {} if "all" in named else plan.idle_components()
+        found = [name for name in in_order(named) if name in idle]
+        if not found:
+            return None
+        fields = {
+            "version": self.target.release,
+            "components": ", ".join(found),
+            "served": ", ".join(f"{name} serves {idle[name]}" for name in found),
+        }
+        return Problem("T105", fields)
+
     def unknown_release(self, plan: Plan) -> Problem | None:
         assert self.target.release is not None
         return unknown_release(self.patch_set, self.target.release, plan)

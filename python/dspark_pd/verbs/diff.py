@@ -20,6 +20,8 @@ def run(options: Namespace) -> Result:
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     refuse_any([unknown] if unknown else plan.problems)
+    idle = context.idle_component(options, plan)
+    refuse_any([idle] if idle else [])
     transaction = changes.build(survey, "diff", components, plan.files)
     texts = {change.path: unified(change) for change in transaction.changes}
     return Result(

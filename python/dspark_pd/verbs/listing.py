@@ -11,6 +11,7 @@ from dspark_pd import exit_codes
 from dspark_pd.error_catalogue import catalogue
 from dspark_pd.errors import Problem, refuse
 from dspark_pd.hunk import Hunk
+from dspark_pd.overlay_lists import Module
 from dspark_pd.patch_set import PatchSet, load_patch_set
 from dspark_pd.result import Result
 from dspark_pd.verbs.context import named_components
@@ -40,7 +41,12 @@ def _all(
         if (not components or variants[0].component in components)
         and file in (None, variants[0].target)
     ]
-    modules = [m for m in patch_set.modules if file is None or m.path == file]
+    modules = [
+        module
+        for module in patch_set.modules
+        if (not components or module.component in components)
+        and file in (None, module.path)
+    ]
     lines = _table(patch_set, hunks)
     if file is not None:
         lines += [f"{m.component:<10} {m.path}  {m.what}" for m in modules]
@@ -48,7 +54,7 @@ def _all(
     lines.append(
         f"{_count(len(hunks), 'hunk')} on {_count(files, 'file')}, "
         f"{_count(len(modules), 'module')}, "
-        f"SGLang {patch_set.releases[0]} to {patch_set.releases[-1]}"
+        f"SGLang {_span(_served(patch_set, hunks, modules))}"
     )
     data = {
         "hunks": [hunk_data(patch_set, hunk) for hunk in hunks],
@@ -70,8 +76,7 @@ def _table(patch_set: PatchSet, hunks: list[Hunk]) -> list[str]:
     width = max((len(hunk.identity) for hunk in hunks), default=0)
     lines = []
     for hunk in hunks:
-        served = [r for r in patch_set.releases if _serves(patch_set, hunk, r)]
-        span = f"{served[0]} to {served[-1]}" if len(served) > 1 else str(served[0])
+        span = _span(_served(patch_set, [hunk], []))
         head = f"{hunk.component:<10} {hunk.identity:<{width}}"
         lines.append(f"{head}  {span:<16} {hunk.target}  {hunk.message}")
     return lines
@@ -81,8 +86,17 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _serves(patch_set: PatchSet, hunk: Hunk, release: Version) -> bool:
-    return any(h.serves(release) for h in patch_set.identities[hunk.identity])
+def _served(
+    patch_set: PatchSet, hunks: list[Hunk], modules: list[Module]
+) -> list[Version]:
+    """Return the releases that any of them serves."""
+    identities = patch_set.identities
+    parts = [*modules, *(v for hunk in hunks for v in identities[hunk.identity])]
+    return [r for r in patch_set.releases if any(part.serves(r) for part in parts)]
+
+
+def _span(served: list[Version]) -> str:
+    return f"{served[0]} to {served[-1]}" if len(served) > 1 else str(served[0])
 
 
 def _one(patch_set: PatchSet, name: str) -> Result:

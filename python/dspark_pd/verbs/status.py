@@ -38,6 +38,9 @@ def run(options: Namespace) -> Result:
     result = Result(target=context.target, problems=[*edited, *plan.problems])
     if unknown:
         result.problems = [unknown, *edited]
+    idle = context.idle_component(options, plan)
+    if idle:
+        result.problems.append(idle)
     result.exit_code = _exit_code(context, plan, result.problems, components)
     result.lines = _lines(rows, survey, plan)
     result.details = _details(plan)
