@@ -5,12 +5,13 @@
 
 A line per prompt length; dashed, in the same colour, is unified serving: what a draft
 reaches that has all of its context. Needs requirements/plots.txt. The same numbers give
-the same file, byte for byte.
+the same file, byte for byte; its description has their SHA-256.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -26,17 +27,23 @@ def main() -> int:
     parser.add_argument("plot", type=Path)
     options = parser.parse_args()
     try:
-        points = json.loads(options.measured.read_text())["points"]
+        data = options.measured.read_bytes()
+        points = json.loads(data)["points"]
     except (OSError, ValueError, KeyError) as error:
         parser.error(
             f"{options.measured} is not what bench_tail.py --json writes: {error!r}"
         )
-    draw(points, options.plot)
+    draw(points, options.plot, f"{options.measured.name} {source_of(data)}")
     return 0
 
 
-def draw(points: Points, path: Path) -> None:
-    """One panel for each draft, as SVG."""
+def source_of(data: bytes) -> str:
+    """What the plot's description says of the file it was drawn from."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def draw(points: Points, path: Path, source: str) -> None:
+    """One panel for each draft, as SVG that names its source."""
     plt = _pyplot()
     drafts = list(dict.fromkeys(point["draft"] for point in points))
     figure, panels = plt.subplots(
@@ -55,7 +62,8 @@ def draw(points: Points, path: Path) -> None:
         fontsize=8,
     )
     figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    metadata = {"Date": None, "Creator": None, "Description": source}
+    figure.savefig(path, metadata=metadata)
 
 
 def _pyplot() -> Any:

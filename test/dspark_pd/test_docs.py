@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -71,8 +72,13 @@ def test_every_script_is_on_the_page_for_contributors() -> None:
 
 def test_the_plot_is_of_the_numbers_beside_it() -> None:
     images = DOCS / "images"
-    points = json.loads((images / "dspark_pd_tail.json").read_text())["points"]
+    data = (images / "dspark_pd_tail.json").read_bytes()
+    points = json.loads(data)["points"]
     drawn = (images / "dspark_pd_tail.svg").read_text()
+    digest = hashlib.sha256(data).hexdigest()
+    assert f">dspark_pd_tail.json sha256:{digest}<" in drawn, (
+        "draw it with plot_tail.py"
+    )
     for label in {f"prompt of {point['prompt_tokens']} tokens" for point in points}:
         assert label in drawn
     for draft in {point["draft"] for point in points}:

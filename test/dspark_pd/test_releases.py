@@ -12,9 +12,11 @@ import py_compile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import golden_text
 import release_wheels
+from dspark_pd import exit_codes
 from dspark_pd.cli import main
 from dspark_pd.hunk_fields import COMPONENTS, MAX_INSERTED_LINES
 from dspark_pd.patch_set import load_patch_set
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.release
 
 PATCH_SET = load_patch_set()
 RELEASES = [str(release) for release in PATCH_SET.releases]
+SINCE = {"robustness": "0.5.20", "handshake": "0.5.20", "handoff": "0.5.23"}
+"""The first release of each component that does not serve all of them."""
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -74,9 +78,16 @@ def test_the_set_goes_on_and_comes_off(
 
 
 def test_each_component_goes_on_alone(site: Path) -> None:
+    """Where the release is too old for it, that is said and nothing is written."""
     before = tree_hash(site)
+    release = find_target(str(site)).release
     for component in COMPONENTS:
         named = ["--target", str(site), "--component", component]
+        if release < Version(SINCE.get(component, "0")):
+            assert main(["apply", *named, "-q"]) == exit_codes.TARGET, component
+            assert main(["status", *named, "-q"]) == exit_codes.TARGET, component
+            assert tree_hash(site) == before, component
+            continue
         assert main(["apply", *named, "-q"]) == 0, component
         assert main(["status", *named, "-q"]) == 0, component
         assert main(["revert", *named, "-q"]) == 0, component
@@ -89,6 +100,13 @@ def test_goldens_are_fresh(site: Path, request: pytest.FixtureRequest) -> None:
     update = request.config.getoption("--update-goldens")
     stale = golden_text.compare(release, texts, update)
     assert not stale, "\n".join(stale)
+
+
+def test_no_added_line_is_of_spaces_alone(site: Path) -> None:
+    for file in _plan(site).files.values():
+        old = (file.original or b"").splitlines()
+        blank = [line for line in file.desired.splitlines() if line.isspace()]
+        assert len(blank) <= sum(line.isspace() for line in old), file.path
 
 
 def test_hunks_stay_small(site: Path) -> None:

@@ -128,3 +128,8 @@ def test_every_launch_script_has_its_flags_parsed_here() -> None:
     gpu = {f"deepseek_v4_flash_{role}.sh" for role in ("prefill", "decode")}
     found = {path.name for path in LAUNCH.glob("*.sh")}
     assert found == gpu | {"cpu_twin.sh", "router.sh"}
+
+
+@pytest.mark.parametrize("script", [*SHELL, *PYTHON], ids=name_of)
+def test_a_script_can_be_started(script: Path) -> None:
+    assert os.access(script, os.X_OK)

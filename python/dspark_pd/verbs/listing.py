@@ -90,9 +90,13 @@ def _served(
     patch_set: PatchSet, hunks: list[Hunk], modules: list[Module]
 ) -> list[Version]:
     """Return the releases that any of them serves."""
-    identities = patch_set.identities
-    parts = [*modules, *(v for hunk in hunks for v in identities[hunk.identity])]
-    return [r for r in patch_set.releases if any(part.serves(r) for part in parts)]
+    variants = [v for hunk in hunks for v in patch_set.identities[hunk.identity]]
+    return [
+        release
+        for release in patch_set.releases
+        if any(hunk.serves(release) for hunk in variants)
+        or any(module.serves(release) for module in modules)
+    ]
 
 
 def _span(served: list[Version]) -> str:
