@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import fake_sglang
+from dspark_pd.export.contents import USER_PAGE, docs_of, for_sglang
+from dspark_pd.patch_set import load_patch_set
 from outcome import Run
+from test_docs import slug
 
 pytestmark = pytest.mark.unit
 
 TEST_FILE = "test/registered/unit/agreement/test_rules.py"
 HELPER = "test/registered/unit/agreement/rule_fixtures.py"
 OTHER = "test/registered/unit/managers/test_other.py"
+OPEN, CLOSE = "{/* repository only */}", "{/* end of repository only */}"
 COMPONENTS = """\
 native: {title: "[PD] Keep the input", motivation: It was lost.}
 handshake: {title: "[PD] Agree", motivation: They did not.}
@@ -135,6 +140,60 @@ def test_the_page_is_in_the_navigation(run: Run, tmp_path: Path, comma: str) -> 
     navigation = json.loads(git(root, "show", "dspark:docs_new/docs.json"))
     assert navigation["pages"][1] == "docs/advanced_features/dspark_pd"
     assert len(navigation["pages"]) == 2 + bool(comma)
+
+
+PAGE = """\
+One.
+
+{/* repository only */}
+
+`pip install .`
+
+{/* end of repository only */}
+
+| a |
+|---|
+| `dspark-pd status` {/* repository only */} |
+| [b](/docs/advanced_features/dspark_pd_pp#rows) and [c](/docs/advanced_features/dspark_pd#d) |
+"""
+
+
+def test_the_page_reads_as_one_of_sglangs(
+    run: Run, checkout: Path, repository: Path
+) -> None:
+    (repository / USER_PAGE).write_text(PAGE)
+    export(run, checkout, "--out", "dspark")
+    assert git(checkout, "show", f"dspark:{USER_PAGE}") == (
+        "One.\n\n| a |\n|---|\n| b and [c](/docs/advanced_features/dspark_pd#d) |\n"
+    )
+
+
+@pytest.mark.parametrize("text", [OPEN, CLOSE, f"{OPEN}\n{OPEN}\n{CLOSE}"])
+def test_parts_of_a_page_are_open_and_closed(text: str) -> None:
+    with pytest.raises(ValueError, match="repository only"):
+        for_sglang(text, set())
+
+
+def test_the_exported_page_needs_nothing_of_the_repository() -> None:
+    """Neither the tool nor a script, and every link has its page and heading."""
+    files = docs_of(load_patch_set(), None)
+    text = files[USER_PAGE].decode()
+    for word in (
+        "dspark-pd",
+        "scripts/",
+        "pip install",
+        "repository only",
+        "CHANGELOG",
+    ):
+        assert word not in text, word
+    # What it is for is still there.
+    for word in ("--speculative-algorithm DSPARK", "spec_accept_length", "/health"):
+        assert word in text
+    headings = {slug(found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", text):
+        page, _, heading = link.partition("#")
+        known = {"", *(f"/{p[9:].removesuffix('.mdx')}" for p in files)}
+        assert page in known and (not heading or heading in headings), link
 
 
 def test_new_files_are_formatted(run: Run, checkout: Path) -> None:

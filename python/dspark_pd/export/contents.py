@@ -18,6 +18,10 @@ TESTS: Final = "test/registered/unit"
 NAVIGATION: Final = "docs_new/docs.json"
 _NEIGHBOUR: Final = b"docs/advanced_features/pd_disaggregation"
 USER_PAGE: Final = "docs_new/docs/advanced_features/dspark_pd.mdx"
+# A marker alone on its line opens a part, one behind other text is about that line.
+_OPEN: Final = "{/* repository only */}"
+_CLOSE: Final = "{/* end of repository only */}"
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((/docs/[^)#\s]*)(#[^)\s]*)?\)")
 
 
 @dataclass
@@ -93,13 +97,14 @@ def _hunks_planned(patch_set: PatchSet, file: TestFile, plan: Plan) -> bool:
 def docs_of(patch_set: PatchSet, navigation: bytes | None) -> dict[str, bytes]:
     """Return the user page and the navigation with it, for the last commit.
 
-    The page goes after the one on disaggregation; a checkout that has no such entry
-    keeps its navigation.
+    The page goes without the parts that are about this repository, and after
+    the one on disaggregation; a checkout that has no such entry keeps its navigation.
     """
     path = patch_set.overlay.parent.parent / USER_PAGE
     if not path.is_file():
         return {}
-    files = {USER_PAGE: path.read_bytes()}
+    text = path.read_text(encoding="utf-8")
+    files = {USER_PAGE: for_sglang(text, {USER_PAGE}).encode("utf-8")}
     entry = re.search(rb'^( *)"' + _NEIGHBOUR + rb'",?$', navigation or b"", re.M)
     if navigation and entry:
         page = USER_PAGE.removeprefix("docs_new/").removesuffix(".mdx").encode()
@@ -110,3 +115,25 @@ def docs_of(patch_set: PatchSet, navigation: bytes | None) -> dict[str, bytes]:
         start, end = entry.span()
         files[NAVIGATION] = navigation[:start] + changed + navigation[end:]
     return files
+
+
+def for_sglang(text: str, pages: set[str]) -> str:
+    """Return a page as it reads inside SGLang, where of ours only ``pages`` exist.
+
+    Links to others of our pages become their text. Raises ValueError for a part that is
+    closed without being open, or never closed.
+    """
+    kept: list[str] = []
+    inside = False
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip() in (_OPEN, _CLOSE):
+            if inside is (line.strip() == _OPEN):
+                raise ValueError(f"line {number}: unexpected {line.strip()}")
+            inside = not inside
+        elif not inside and _OPEN not in line:
+            kept.append(line)
+    if inside:
+        raise ValueError(f"{_OPEN} is never closed")
+    names = {"/" + p.removeprefix("docs_new/").removesuffix(".mdx") for p in pages}
+    found = re.sub(r"\n{3,}", "\n\n", "\n".join(kept))
+    return _LINK.sub(lambda link: link[0] if link[2] in names else link[1], found)
