@@ -34,8 +34,8 @@ _PAIR_CHECKS: tuple[Check, ...] = (
         "DOC-ROLE",
         REFUSE,
         lambda p, d: wrong_role(p) or wrong_role(d),
-        "the engines given as --prefill and --decode run with {prefill_mode} and "
-        "{decode_mode}",
+        "the engine given as --prefill runs with {prefill_mode}, the one given as "
+        "--decode with {decode_mode}",
         "requests would find no peer",
         "swap the two if they are the wrong way round, or start them with --disaggregation-mode prefill and decode",
     ),

@@ -347,6 +347,22 @@ def test_a_bad_pair_exits_with_1_and_says_what_to_do(bench: Bench, run: Run) -> 
     assert max(map(len, outcome.out.splitlines()[2:])) <= 88
 
 
+def test_compared_values_stand_in_columns(bench: Bench, run: Run) -> None:
+    model = bench.model("qwen", QWEN)
+    files = [bench.file(r, command(model, r)) for r in ("prefill", "decode")]
+    outcome = run(
+        "doctor", "--prefill", files[0], "--decode", files[1], "-v", text=True
+    )
+    lines = outcome.out.splitlines()
+    head = next(line for line in lines if line.startswith("compared value"))
+    rows = lines[lines.index(head) + 1 :]
+    (switch,) = [row for row in rows if row.startswith("allow_partial_context ")]
+    assert switch.split() == ["allow_partial_context", "False", "False"]
+    for row in rows:
+        for column in (head.index("prefill"), head.index("decode")):
+            assert row[column - 1] == " " and row[column] != " ", row
+
+
 def test_json_has_the_same_findings(bench: Bench, run: Run) -> None:
     model = bench.model("qwen", QWEN)
     prefill = bench.file("p", command(model, "prefill"))

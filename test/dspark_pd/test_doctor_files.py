@@ -64,7 +64,7 @@ def test_engines_without_a_mode_are_no_pair(bench: Bench, run: Run) -> None:
     decode = bench.file("decode.sh", f"{plain} --disaggregation-mode decode")
     outcome = run("doctor", "--prefill", path, "--decode", decode)
     (finding,) = outcome.data["findings"]
-    assert "and --disaggregation-mode decode" in finding["message"]
+    assert "--decode with --disaggregation-mode decode" in finding["message"]
 
 
 def test_a_mode_that_cannot_be_read_is_not_refused(bench: Bench) -> None:

@@ -135,5 +135,5 @@ def for_sglang(text: str, pages: set[str]) -> str:
     if inside:
         raise ValueError(f"{_OPEN} is never closed")
     names = {"/" + p.removeprefix("docs_new/").removesuffix(".mdx") for p in pages}
-    found = re.sub(r"\n{3,}", "\n\n", "\n".join(kept))
+    found = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).rstrip() + "\n"
     return _LINK.sub(lambda link: link[0] if link[2] in names else link[1], found)
