@@ -576,6 +576,8 @@ class TestRestartedPrefill(_WithServer):
         self.prefill()
         self.client = self.decode()
         self.client.heartbeat_failures = {}
+        # Ends looks at a prefill that does not answer.
+        self.addCleanup(self.client.prefill_info_table.clear)
         self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
         patched = mock.patch.object(prefill_restart, "EVERY_S", 0.2)
         patched.start()
@@ -614,6 +616,15 @@ class TestRestartedPrefill(_WithServer):
         self.restart()
         self.receiver(2)
         self.assertTrue(wait_for(lambda: 2 in self.client.failure_records, 10))
+
+    def test_one_whose_ranks_register_late_is_looked_at_until_they_have(self):
+        stop(self.server)
+        self.server = serve(self.server.port)
+        self.receiver(1)
+        time.sleep(0.5)
+        self.assertNotIn(1, self.client.failure_records)
+        self.prefill()
+        self.assertTrue(wait_for(lambda: 1 in self.client.failure_records, 3))
 
     def test_one_that_is_down_is_left_to_the_heartbeat(self):
         stop(self.server)

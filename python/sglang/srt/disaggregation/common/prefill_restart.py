@@ -54,21 +54,32 @@ def watch(manager: Any, bootstrap_addr: str, header: str) -> None:
 
 def _look(manager, bootstrap_addr, info, header, due) -> None:
     time.sleep(max(0.0, due - time.monotonic()))
-    info.peer_looked_at = time.monotonic()
-    info.peer_watched = False
-    try:
-        text = ask(bootstrap_addr, header=header).header
-        instance = json.loads(text or "{}").get(INSTANCE)
-    except Exception as error:
-        # One that does not answer is the heartbeat's business.
-        logger.debug("Prefill %s was not looked at: %r", bootstrap_addr, error)
+    table, instance = manager.prefill_info_table, None
+    # One that does not answer is the heartbeat's business; one that answers before its
+    # ranks have registered is looked at until they have.
+    while table.get(bootstrap_addr) is info and instance is None:
+        info.peer_looked_at = time.monotonic()
+        info.peer_watched = False
+        instance = _instance_of(bootstrap_addr, header)
+        if instance is None:
+            info.peer_watched = True
+            time.sleep(EVERY_S)
+    if table.get(bootstrap_addr) is not info:
         return
     if instance == info.peer_description[INSTANCE]:
-        return
-    if manager.prefill_info_table.get(bootstrap_addr) is not info:
         return
     logger.error("Prefill %s was restarted; its requests fail", bootstrap_addr)
     try:
         manager._handle_node_failure(bootstrap_addr)
     except Exception:
         logger.exception("Requests of a restarted prefill may wait for their timeout")
+
+
+def _instance_of(bootstrap_addr: str, header: str) -> str | None:
+    """None while nobody answers for a registered engine; empty for one of stock SGLang."""
+    try:
+        described = ask(bootstrap_addr, header=header).header
+        return str(json.loads(described).get(INSTANCE, "")) if described else ""
+    except Exception as error:
+        logger.debug("Prefill %s was not looked at: %r", bootstrap_addr, error)
+        return None
