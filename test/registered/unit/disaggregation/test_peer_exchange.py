@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import unittest
+from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest import mock
 
@@ -616,6 +617,17 @@ class TestRestartedPrefill(_WithServer):
         self.restart()
         self.receiver(2)
         self.assertTrue(wait_for(lambda: 2 in self.client.failure_records, 10))
+
+    def test_a_look_that_is_over_before_its_request_goes_on_is_not_the_last(self):
+        def at_once(key, call):
+            call()
+            return Future()
+
+        with mock.patch.object(prefill_restart._watching, "submit", at_once):
+            self.receiver(1)
+            self.restart()
+            self.receiver(2)
+        self.assertIn(2, self.client.failure_records)
 
     def test_one_whose_ranks_register_late_is_looked_at_until_they_have(self):
         stop(self.server)

@@ -49,7 +49,10 @@ def watch(manager: Any, bootstrap_addr: str, header: str) -> None:
         return
     due = getattr(info, "peer_looked_at", 0.0) + EVERY_S
     look = functools.partial(_look, manager, bootstrap_addr, info, header, due)
-    info.peer_watched = _watching.submit(bootstrap_addr, look) is not None
+    # Before the look begins: it takes the mark back, perhaps at once.
+    info.peer_watched = True
+    if _watching.submit(bootstrap_addr, look) is None:
+        info.peer_watched = False
 
 
 def _look(manager, bootstrap_addr, info, header, due) -> None:
