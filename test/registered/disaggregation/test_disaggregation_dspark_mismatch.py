@@ -138,7 +138,8 @@ class TestDecodesThatDiffer:
     """Against the good prefill; each is refused, with the reason in both logs."""
 
     @pytest.fixture(scope="class")
-    def decodes(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+    @classmethod
+    def decodes(cls, shared: Shared) -> Iterator[dict[str, Engine]]:
         specs = {
             row: spec(f"bad-d{number}", "decode", **options)
             for number, (row, (_, options)) in enumerate(DECODES.items())
@@ -172,7 +173,8 @@ class TestDrafts:
     """Another draft is refused; another block size or rank count is not."""
 
     @pytest.fixture(scope="class")
-    def decodes(self, shared: Shared, tmp_path_factory) -> Iterator[dict[str, Engine]]:
+    @classmethod
+    def decodes(cls, shared: Shared, tmp_path_factory) -> Iterator[dict[str, Engine]]:
         specs = {}
         for number, (row, (_, make)) in enumerate(DRAFTS.items()):
             draft = make(tmp_path_factory.mktemp("draft"))
@@ -200,7 +202,8 @@ class TestWithoutThisSet:
     """Engines of a stock SGLang, and a prefill without a draft."""
 
     @pytest.fixture(scope="class")
-    def others(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+    @classmethod
+    def others(cls, shared: Shared) -> Iterator[dict[str, Engine]]:
         stock = running_from(shared.trees["stock"])
         specs = {
             "stock-d": spec("stock-d", "decode", env=stock),
@@ -238,7 +241,8 @@ class TestPlainPrefills:
     """A cold draft that is asked for, and stages whose layers nobody can place."""
 
     @pytest.fixture(scope="class")
-    def engines(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+    @classmethod
+    def engines(cls, shared: Shared) -> Iterator[dict[str, Engine]]:
         allow = {"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
         no_ids = running_from(shared.trees["no layer ids"])
         specs = {
@@ -270,7 +274,8 @@ class TestTails:
     """Prefill and decode disagree on the rows that cross."""
 
     @pytest.fixture(scope="class")
-    def engines(self, shared: Shared) -> Iterator[dict[str, Engine]]:
+    @classmethod
+    def engines(cls, shared: Shared) -> Iterator[dict[str, Engine]]:
         def capture(ids: str, tokens: str) -> dict[str, str]:
             return {**CAPTURE, LAYER_IDS: ids, TAIL: tokens}
 

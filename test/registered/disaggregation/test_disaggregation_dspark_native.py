@@ -104,7 +104,8 @@ class TestWithoutContext:
     """The negative control: same text, but the verify passes give it away."""
 
     @pytest.fixture(scope="class")
-    def pair(self, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
         (prefill,) = bed.start([EngineSpec("cold-p", "prefill", MODELS.target)])
         pair = route(bed, prefill, native_pair.decode)
         yield pair
@@ -121,7 +122,8 @@ class TestWithoutOverlap:
     """The scheduler without overlap hands over in another place."""
 
     @pytest.fixture(scope="class")
-    def pair(self, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
         pair = route(bed, *bed.start(native_specs("no-overlap", overlap=False)))
         yield pair
         bed.stop(pair.prefill, pair.decode, pair.router)
@@ -143,7 +145,8 @@ class TestTensorParallel:
     """Two ranks on both sides, and on one side only."""
 
     @pytest.fixture(scope="class")
-    def pair(self, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
         pair = route(bed, *bed.start(native_specs("tp2", tp=2)))
         yield pair
         bed.stop(pair.prefill, pair.decode, pair.router)
