@@ -28,8 +28,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
@@ -108,6 +106,8 @@ def prefill_work(prefill: Engine, decode: Engine) -> Callable[[], float]:
 
 def cpu_seconds(engine: Engine) -> float:
     """Spent by all processes of an engine so far."""
+    import psutil  # not needed for --help
+
     group, spent = os.getpgid(engine.pid), 0.0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
