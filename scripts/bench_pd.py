@@ -108,12 +108,11 @@ def cpu_seconds(engine: Engine) -> float:
     """Spent by all processes of an engine so far."""
     import psutil  # not needed for --help
 
-    group, spent = os.getpgid(engine.pid), 0.0
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group:
-                times = process.cpu_times()
-                spent += times.user + times.system
+    spent = 0.0
+    for pid in engine.pids():
+        with contextlib.suppress(psutil.Error):  # ended in the meantime
+            times = psutil.Process(pid).cpu_times()
+            spent += times.user + times.system
     return spent
 
 

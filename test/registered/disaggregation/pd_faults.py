@@ -55,12 +55,10 @@ def during_requests(
 
 def resident_mib(engine: Engine) -> float:
     """Memory of all processes of an engine."""
-    group = os.getpgid(engine.pid)
     sizes = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group:
-                sizes.append(process.memory_info().rss)
+    for pid in engine.pids():
+        with contextlib.suppress(psutil.Error):  # ended in the meantime
+            sizes.append(psutil.Process(pid).memory_info().rss)
     return sum(sizes) / 2**20
 
 

@@ -85,10 +85,9 @@ def health_failure(port: int) -> str | None:
         flagged, pid, _ = _owner(path)
         if flagged not in (port, _NO_PORT):
             continue
-        process = find_process(pid)
         if not _is_of_living(path):
             _remove(path)
-        elif flagged == port or _belongs_to_this_server(process):
+        elif flagged == port or _belongs_to_this_server(find_process(pid)):
             flag = _read(path)
             if flag is not None:
                 return f"control thread '{flag.get('thread')}' is dead: {flag.get('reason')}"
