@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import unittest
-from concurrent.futures import Future
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -576,92 +576,173 @@ class TestRestartedPrefill(_WithServer):
         super().setUp()
         self.prefill()
         self.client = self.decode()
-        self.client.heartbeat_failures = {}
-        # Ends looks at a prefill that does not answer.
+        self.client.__dict__.update(
+            heartbeat_interval=0.02,
+            heartbeat_failures={},
+            # Only another instance is to be noticed here.
+            max_failures=1 << 30,
+            _heartbeat_shutdown=threading.Event(),
+            session_pool_lock=threading.Lock(),
+            session_pool=defaultdict(requests.Session),
+        )
         self.addCleanup(self.client.prefill_info_table.clear)
         self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
-        patched = mock.patch.object(prefill_restart, "EVERY_S", 0.2)
+
+    def info(self):
+        return self.client.prefill_info_table.get(self.addr)
+
+    def heartbeats(self):
+        """Run upstream's own loop."""
+        self.addCleanup(self.client._heartbeat_shutdown.set)
+        self.client._start_heartbeat_checker_thread()
+
+    def without_heartbeats(self):
+        """Each request asks, as where heartbeats are rare."""
+        patched = mock.patch.object(prefill_restart, "FRESH_S", 0.0)
         patched.start()
         self.addCleanup(patched.stop)
 
-    def receiver(self, room):
-        receiver = open_receiver(self.client, self.addr, room)
+    def begin(self, room):
+        """A request that has turned to its prefill."""
+        receiver = self.waiting(room)
         self.assertFalse(prefill_check.refuse_request(receiver, 0))
+        self.client.required_prefill_response_num_table[room] = 1
+        self.client.update_status(room, KVPoll.WaitingForInput)
         return receiver
 
-    def restart(self):
+    def waiting(self, room):
+        return open_receiver(self.client, self.addr, room)
+
+    def restart(self, description=NATIVE, **registration):
         stop(self.server)
         self.server = serve(self.server.port)
-        self.prefill()
+        self.prefill(description, **registration)
 
-    def test_its_requests_fail_at_once_and_the_next_one_makes_contact(self):
-        self.receiver(1)
-        time.sleep(0.5)
-        self.assertNotIn(1, self.client.failure_records)
-        before = self.client.prefill_info_table[self.addr].peer_description
-        self.restart()
-        self.receiver(2)
-        self.assertTrue(wait_for(lambda: 2 in self.client.failure_records, 10))
-        for room in (1, 2):
+    def assert_lost(self, *rooms):
+        for room in rooms:
             self.assertIn("Lost connection", self.client.failure_records[room])
             self.assertEqual(self.client.check_status(room), KVPoll.Failed)
-        self.assertNotIn(self.addr, self.client.prefill_info_table)
-        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
-        after = self.client.prefill_info_table[self.addr].peer_description
-        self.assertNotEqual(before["instance"], after["instance"])
 
-    def test_a_request_soon_after_a_look_is_followed_by_another_look(self):
-        self.receiver(1)
-        info = self.client.prefill_info_table[self.addr]
-        self.assertTrue(wait_for(lambda: not info.peer_watched), "no first look")
+    def test_a_heartbeat_notices_it(self):
+        self.begin(1)
+        self.waiting(2)
+        self.heartbeats()
+        time.sleep(0.3)
+        self.assertNotIn(1, self.client.failure_records)
         self.restart()
-        self.receiver(2)
-        self.assertTrue(wait_for(lambda: 2 in self.client.failure_records, 10))
+        self.assertTrue(wait_for(lambda: 1 in self.client.failure_records, 10))
+        self.assert_lost(1)
+        self.assertIsNone(self.info())
+        self.assertNotIn(2, self.client.failure_records)
+        self.assertIn(2, self.client.addr_to_rooms_tracker[self.addr])
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+        known = self.info().peer_description
+        self.assertEqual(known["instance"], self.server.peer_instance)
+        time.sleep(0.3)
+        self.assertIsNotNone(self.info(), "the new one is taken for another")
 
-    def test_a_look_that_is_over_before_its_request_goes_on_is_not_the_last(self):
-        def at_once(key, call):
-            call()
-            return Future()
-
-        with mock.patch.object(prefill_restart._watching, "submit", at_once):
-            self.receiver(1)
-            self.restart()
-            self.receiver(2)
-        self.assertIn(2, self.client.failure_records)
-
-    def test_one_whose_ranks_register_late_is_looked_at_until_they_have(self):
+    def test_a_heartbeat_notices_it_before_its_ranks_have_registered(self):
+        self.begin(1)
+        self.heartbeats()
         stop(self.server)
         self.server = serve(self.server.port)
-        self.receiver(1)
-        time.sleep(0.5)
+        self.assertTrue(wait_for(lambda: 1 in self.client.failure_records, 10))
+
+    def test_without_heartbeats_the_next_request_goes_to_the_new_one(self):
+        self.begin(1)
+        self.restart()
+        self.without_heartbeats()
+        self.begin(2)
+        self.assert_lost(1)
+        self.assertNotIn(2, self.client.failure_records)
+        known = self.info().peer_description
+        self.assertEqual(known["instance"], self.server.peer_instance)
+
+    def test_without_heartbeats_one_with_other_flags_is_refused_as_such(self):
+        self.begin(1)
+        self.restart({**NATIVE, "page_size": 16}, page_size=16)
+        self.without_heartbeats()
+        self.assertTrue(prefill_check.refuse_request(self.waiting(2), 0))
+        self.assert_lost(1)
+        self.assertIn("[PD-PAGE-SIZE]", self.client.failure_records[2])
+
+    def test_a_request_for_a_dp_rank_that_is_gone_is_refused(self):
+        self.begin(1)
+        self.restart()
+        self.without_heartbeats()
+        self.info().dp_size = 4
+        with mock.patch.object(prefill_check, "_tell_prefill") as tell:
+            self.assertTrue(prefill_check.refuse_request(self.waiting(7), 3))
+            self.assertTrue(wait_for(lambda: tell.called))
+        self.assertEqual(tell.call_args.args[2], 0)
+        reason = self.client.failure_records[7]
+        self.assertIn("[PD-RESTARTED]", reason)
+        self.assertIn("dp_size 1, it had 4", reason)
+        self.begin(8)
+        self.assertNotIn(8, self.client.failure_records)
+
+    def test_one_restarted_without_this_set_is_noticed(self):
+        self.begin(1)
+        self.without_heartbeats()
+        body = topology_of(self.server).json()
+        with mock.patch.object(prefill_check, "ask") as ask:
+            ask.return_value = peer_background.Answer(None, body)
+            self.assertTrue(prefill_check.refuse_request(self.waiting(2), 0))
+        self.assert_lost(1)
+        self.assertIn("[PD-UNPATCHED-PREFILL]", self.client.failure_records[2])
+
+    def test_a_health_answer_that_names_no_instance_says_nothing(self):
+        self.begin(1)
+        silent = SimpleNamespace(headers={})
+        prefill_restart.heed_heartbeat(self.client, self.addr, silent)
+        self.assertIsNotNone(self.info())
         self.assertNotIn(1, self.client.failure_records)
-        self.prefill()
-        self.assertTrue(wait_for(lambda: 1 in self.client.failure_records, 3))
 
     def test_one_that_is_down_is_left_to_the_heartbeat(self):
         stop(self.server)
-        self.receiver(1)
-        time.sleep(0.5)
+        self.without_heartbeats()
+        self.begin(1)
         self.assertNotIn(1, self.client.failure_records)
-        self.assertIn(self.addr, self.client.prefill_info_table)
+        self.assertIsNotNone(self.info())
 
-    def test_many_requests_are_few_questions(self):
-        asked = []
+    def test_a_refused_one_is_none_of_the_heartbeats_business(self):
+        self.restart({**NATIVE, "page_size": 16}, page_size=16)
+        self.without_heartbeats()
+        prefill_check.refuse_request(self.waiting(1), 0)
+        refused = self.info()
+        self.assertIsNotNone(refused.peer_refusal)
+        other = SimpleNamespace(headers={prefill_restart.INSTANCE_HEADER: "other"})
+        prefill_restart.heed_heartbeat(self.client, self.addr, other)
+        self.assertIs(self.info(), refused)
 
-        def ask(*args, **kwargs):
-            asked.append(args)
-            return prefill_restart_ask(*args, **kwargs)
+    def test_both_that_notice_it_forget_it_once(self):
+        info = self.info()
+        self.begin(1)
+        self.assertTrue(prefill_restart.saw(self.client, self.addr, info, "new"))
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+        self.begin(2)
+        self.assertTrue(prefill_restart.saw(self.client, self.addr, info, "new"))
+        self.assert_lost(1)
+        self.assertNotIn(2, self.client.failure_records)
 
-        prefill_restart_ask = prefill_restart.ask
+    def test_requests_ask_rarely(self):
         with (
-            mock.patch.object(prefill_restart, "ask", ask),
+            mock.patch.object(prefill_check, "ask", wraps=prefill_check.ask) as ask,
             # Longer than forty requests take on any machine.
-            mock.patch.object(prefill_restart, "EVERY_S", 8.0),
+            mock.patch.multiple(prefill_restart, FRESH_S=60.0, _ASK_AGAIN_S=50.0),
         ):
             for room in range(40):
-                self.receiver(room)
-            self.assertTrue(wait_for(lambda: asked))
-        self.assertEqual(len(asked), 1)
+                self.begin(room)
+            self.assertEqual(ask.call_count, 0, "it was seen a moment ago")
+            self.info().peer_seen -= 60.0
+            for room in range(40, 80):
+                self.begin(room)
+            self.assertEqual(ask.call_count, 1)
+            stop(self.server)
+            self.info().peer_seen -= 60.0
+            for room in range(80, 120):
+                self.begin(room)
+            self.assertEqual(ask.call_count, 2, "one that is down is asked rarely, too")
 
 
 class TestRegistrationFrame(CustomTestCase):

@@ -29,7 +29,11 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
     Description,
     Verdict,
 )
-from sglang.srt.disaggregation.common.prefill_restart import INSTANCE, new_instance
+from sglang.srt.disaggregation.common.prefill_restart import (
+    INSTANCE,
+    INSTANCE_HEADER,
+    new_instance,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +89,13 @@ def serve_descriptions(server: Any) -> None:
 
     @web.middleware
     async def exchange(request: web.Request, handler: Any) -> web.StreamResponse:
-        if request.path != "/route":
-            return await handler(request)
-        if request.method == "PUT":
+        if request.path == "/route" and request.method == "PUT":
             _keep(server, await request.json())
         response = await handler(request)
+        if request.path == "/health":
+            response.headers[INSTANCE_HEADER] = server.peer_instance
+        if request.path != "/route":
+            return response
         kept = getattr(server, "peer_description", None)
         if request.method == "GET" and kept is not None:
             shown = {**kept, INSTANCE: server.peer_instance}

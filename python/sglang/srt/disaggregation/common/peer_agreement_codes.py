@@ -38,6 +38,12 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "report it with decode's log; requests to other prefills are served",
     ),
     RuntimeCode(
+        "PD-RESTARTED",
+        "decode",
+        "prefill came back with another number of DP ranks while a request was under way",
+        "send the request again",
+    ),
+    RuntimeCode(
         "PD-NOT-REGISTERED",
         "prefill",
         "metadata came from a decode that prefill does not know, as after a restart of "

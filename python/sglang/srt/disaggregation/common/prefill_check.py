@@ -39,7 +39,7 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
     Description,
 )
 from sglang.srt.disaggregation.common.peer_background import Answer, ask, background
-from sglang.srt.disaggregation.common.prefill_restart import watch
+from sglang.srt.disaggregation.common.prefill_restart import INSTANCE, is_due, saw
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ def _ensure_prefill(manager: Any, bootstrap_addr: str) -> bool:
             if bootstrap_addr in table:
                 # Decode asks it per request whether draft KV comes with the target's.
                 table[bootstrap_addr].peer_description = theirs
+                table[bootstrap_addr].peer_seen = time.monotonic()
             return known
         except Exception as error:
             reason = f"[PD-UPSTREAM] {error}"
@@ -253,13 +254,16 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
     The client gets the reason through the ordinary failure path; prefill is told so
     that it does not hold the request until its bootstrap timeout.
     """
-    manager = receiver.kv_mgr
-    refused = refusal_of(manager, receiver.bootstrap_addr)
-    if refused is not None and refused.is_stale:
-        ensure_prefill(manager, receiver.bootstrap_addr)
-        refused = refusal_of(manager, receiver.bootstrap_addr)
+    manager, bootstrap_addr = receiver.kv_mgr, receiver.bootstrap_addr
+    before = manager.prefill_info_table.get(bootstrap_addr)
+    _look_again(manager, bootstrap_addr, before)
+    refused = refusal_of(manager, bootstrap_addr)
+    now = manager.prefill_info_table.get(bootstrap_addr)
+    if None not in (before, now) and before.dp_size != now.dp_size:
+        # The caller chose one of the ranks that were.
+        prefill_dp_rank = receiver.bootstrap_room % max(now.dp_size, 1)
+        refused = refused or _moved(bootstrap_addr, before, now)
     if refused is None:
-        watch(manager, receiver.bootstrap_addr, HEADER)
         return False
     manager.record_failure(receiver.bootstrap_room, refused.reason)
     manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
@@ -275,6 +279,27 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
             receiver.bootstrap_addr,
         )
     return True
+
+
+def _look_again(manager: Any, bootstrap_addr: str, info: Any) -> None:
+    """Make contact anew with a prefill that was refused, or restarted, a while ago."""
+    refused = getattr(info, "peer_refusal", None)
+    if refused is not None and refused.is_stale:
+        ensure_prefill(manager, bootstrap_addr)
+    elif is_due(info):
+        prefill = _look(manager, bootstrap_addr)
+        if prefill is not None:
+            instance = prefill.description.get(INSTANCE)
+            if saw(manager, bootstrap_addr, info, instance):
+                ensure_prefill(manager, bootstrap_addr)
+
+
+def _moved(bootstrap_addr: str, before: Any, now: Any) -> Refusal:
+    reason = (
+        f"[PD-RESTARTED] prefill {bootstrap_addr} came back with dp_size "
+        f"{now.dp_size}, it had {before.dp_size}; send the request again"
+    )
+    return Refusal(reason, time.monotonic(), admits=True)
 
 
 def _tell_prefill(receiver: Any, refused: Refusal, dp_rank: int) -> None:

@@ -1,34 +1,38 @@
 """Notices a prefill that was restarted between two heartbeats.
 
 A bootstrap server answers long before its engine has loaded, so a prefill that comes back
-on its old address within two heartbeats is never missed. Decode then keeps sending to
-ports that nobody listens on, and each request waits for its timeout.
+on its old address within two heartbeats is never missed. Decode would keep sending to
+ports that nobody listens on, and each request would wait for its timeout.
 
-Life cycle: a bootstrap server draws an instance when it is made, and hands it on with
-prefill's description. Decode keeps it with the topology of an accepted prefill. After
-each request decode asks again, in the background and at most once in `EVERY_S` seconds.
-Another instance is a lost prefill: upstream's own handling fails its requests at once,
-and the next request makes first contact with the new one.
+Life cycle: a bootstrap server draws an instance when it is made, and names it in its
+health answers and in prefill's description. Decode keeps the description of an accepted
+prefill. Each heartbeat compares (`heed_heartbeat`). An engine takes longer to start than
+a heartbeat to come round; where heartbeats are rarer, a request to a prefill that was
+not seen for `FRESH_S` seconds asks before it goes on (`is_due`, `saw`). Another instance
+is a lost prefill: upstream's own handling fails the requests it held, and those that
+have not begun make first contact with the new one.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
+import threading
 import time
 import uuid
 from typing import Any
 
-from sglang.srt.disaggregation.common.peer_background import Background, ask
+from sglang.srt.disaggregation.base.conn import KVPoll
 
 logger = logging.getLogger(__name__)
 
 INSTANCE = "instance"
-# As often as a heartbeat.
-EVERY_S = 5.0
+INSTANCE_HEADER = "X-SGLang-Bootstrap-Instance"
+# A little more than upstream's interval of heartbeats, less than an engine's start.
+FRESH_S = 6.0
+_ASK_AGAIN_S = 1.0
 
-_watching = Background(max_keys=1024, max_waiting=1)
+# The heartbeat and the scheduler may notice the same restart.
+_forgetting = threading.Lock()
 
 
 def new_instance() -> str:
@@ -36,53 +40,66 @@ def new_instance() -> str:
     return uuid.uuid4().hex
 
 
-def watch(manager: Any, bootstrap_addr: str, header: str) -> None:
-    """See to it that this prefill is looked at once more after this moment.
+def heed_heartbeat(manager: Any, bootstrap_addr: str, response: Any) -> None:
+    """Compare the instance in a health answer with the one decode works with.
 
     Args:
-        manager: decode's KV manager; `bootstrap_addr` is in its ``prefill_info_table``.
-        header: the response header that holds prefill's description.
+        manager: decode's KV manager.
+        response: a successful answer (``requests.Response``) of the bootstrap server;
+            one that names no instance says nothing.
     """
     info = manager.prefill_info_table.get(bootstrap_addr)
-    known = getattr(info, "peer_description", None) or {}
-    if INSTANCE not in known or getattr(info, "peer_watched", False):
-        return
-    due = getattr(info, "peer_looked_at", 0.0) + EVERY_S
-    look = functools.partial(_look, manager, bootstrap_addr, info, header, due)
-    # Before the look begins: it takes the mark back, perhaps at once.
-    info.peer_watched = True
-    if _watching.submit(bootstrap_addr, look) is None:
-        info.peer_watched = False
+    instance = response.headers.get(INSTANCE_HEADER)
+    # A refused prefill has no description here, and is looked at again in any case.
+    if instance is not None and getattr(info, "peer_description", None) is not None:
+        saw(manager, bootstrap_addr, info, instance)
 
 
-def _look(manager, bootstrap_addr, info, header, due) -> None:
-    time.sleep(max(0.0, due - time.monotonic()))
-    table, instance = manager.prefill_info_table, None
-    # One that does not answer is the heartbeat's business; one that answers before its
-    # ranks have registered is looked at until they have.
-    while table.get(bootstrap_addr) is info and instance is None:
-        info.peer_looked_at = time.monotonic()
-        info.peer_watched = False
-        instance = _instance_of(bootstrap_addr, header)
-        if instance is None:
-            info.peer_watched = True
-            time.sleep(EVERY_S)
-    if table.get(bootstrap_addr) is not info:
-        return
-    if instance == info.peer_description[INSTANCE]:
-        return
-    logger.error("Prefill %s was restarted; its requests fail", bootstrap_addr)
+def is_due(info: Any) -> bool:
+    """Whether an accepted prefill is to be asked before the next request goes on."""
+    if not _known(info):
+        return False
+    if time.monotonic() - getattr(info, "peer_seen", 0.0) <= FRESH_S:
+        return False
+    # In case it does not answer now.
+    info.peer_seen = time.monotonic() - FRESH_S + _ASK_AGAIN_S
+    return True
+
+
+def saw(manager: Any, bootstrap_addr: str, info: Any, instance: str | None) -> bool:
+    """Note which instance answers now; True when `info` was another's and is forgotten.
+
+    Args:
+        info: what ``prefill_info_table`` held for this prefill before it was asked.
+    """
+    if instance == _known(info):
+        info.peer_seen = time.monotonic()
+        return False
+    with _forgetting:
+        if manager.prefill_info_table.get(bootstrap_addr) is info:
+            logger.error("Prefill %s was restarted; its requests fail", bootstrap_addr)
+            _forget(manager, bootstrap_addr)
+    return True
+
+
+def _known(info: Any) -> str | None:
+    return (getattr(info, "peer_description", None) or {}).get(INSTANCE)
+
+
+def _forget(manager: Any, bootstrap_addr: str) -> None:
+    """Upstream's handling of a lost prefill, for the requests that it held."""
+    rooms = manager.addr_to_rooms_tracker[bootstrap_addr]
+    waiting = {room for room in tuple(rooms) if not _has_begun(manager, room)}
+    rooms -= waiting
     try:
         manager._handle_node_failure(bootstrap_addr)
     except Exception:
         logger.exception("Requests of a restarted prefill may wait for their timeout")
+    manager.addr_to_rooms_tracker[bootstrap_addr] |= waiting
 
 
-def _instance_of(bootstrap_addr: str, header: str) -> str | None:
-    """None while nobody answers for a registered engine; empty for one of stock SGLang."""
-    try:
-        described = ask(bootstrap_addr, header=header).header
-        return str(json.loads(described).get(INSTANCE, "")) if described else ""
-    except Exception as error:
-        logger.debug("Prefill %s was not looked at: %r", bootstrap_addr, error)
-        return None
+def _has_begun(manager: Any, room: int) -> bool:
+    """Whether a request has turned to its prefill already."""
+    if room in manager.required_prefill_response_num_table:
+        return True
+    return manager.request_status.get(room) != KVPoll.Bootstrapping
