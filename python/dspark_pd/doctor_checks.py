@@ -13,7 +13,6 @@ from dspark_pd.doctor_conditions import (
     Check,
     both_known_and_differ,
     checksum_on_one,
-    differ,
     drafts,
     file_backend_without_folder,
     is_on,
@@ -46,14 +45,6 @@ _PAIR_CHECKS: tuple[Check, ...] = (
         "the engines run different releases of SGLang",
         "the transfer protocol is kept compatible within a release only",
         "run the same release on both",
-    ),
-    Check(
-        "DOC-ALLOCATION",
-        REFUSE,
-        differ("disaggregation_decode_allocation_policy"),
-        "the engines allocate decode memory at different points",
-        "each request is refused by decode",
-        "give both the same --disaggregation-decode-allocation-policy",
     ),
     Check(
         "DOC-CHECKSUM",

@@ -113,6 +113,7 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "mode": ("speculative_algorithm", CAPTURE, TAIL_TOKENS),
     "block_size": ("speculative_num_draft_tokens",),
     "page_size": ("page_size",),
+    "allocation_policy": ("disaggregation_decode_allocation_policy",),
     "kv_dtype": ("kv_cache_dtype",),
     "tp": ("tp_size", "dp_size", "attn_cp_size", "enable_dp_attention"),
     "pp": ("pp_size",),

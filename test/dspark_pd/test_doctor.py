@@ -210,12 +210,22 @@ def test_rings_of_deepseek_v4(bench: Bench) -> None:
     assert "PD-RING" not in bench.codes(command(model, "prefill", env=told), decode)
 
 
+def test_the_default_allocation_policy_need_not_be_spelt_out(bench: Bench) -> None:
+    model, flag = bench.model("qwen", QWEN), "--disaggregation-decode-allocation-policy"
+    prefill = command(model, "prefill")
+    early, late = (
+        command(model, "decode", f"{flag} {value}")
+        for value in ("early", "prefill_complete")
+    )
+    assert "PD-ALLOCATION" not in bench.codes(prefill, early)
+    assert "PD-ALLOCATION" in bench.codes(prefill, late)
+
+
 CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
 # code -> (prefill flags, prefill env, decode flags, decode env); {draft} is a DSPARK
 OWN_ROWS = {
     "DOC-ROLE": ("--disaggregation-mode decode", "", "", ""),
-    "DOC-ALLOCATION": ("", "", "--disaggregation-decode-allocation-policy early", ""),
     "DOC-CHECKSUM": ("--disaggregation-enable-kv-checksum", "", "", ""),
     "DOC-CHECKSUM-TAIL": (
         "--disaggregation-enable-kv-checksum",

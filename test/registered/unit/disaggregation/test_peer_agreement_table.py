@@ -83,6 +83,10 @@ CASES = {
     ),
     "PD-BACKEND": (NATIVE, {**NATIVE, "backend": "mooncake"}),
     "PD-TARGET": (NATIVE, {**NATIVE, "target": {"architecture": "T", "layers": 5}}),
+    "PD-ALLOCATION": (
+        {**NATIVE, "allocation_policy": "early"},
+        {**NATIVE, "allocation_policy": "prefill_complete"},
+    ),
     "PD-PAGE-SIZE": (NATIVE, {**NATIVE, "page_size": 64}),
     "PD-KV-DTYPE": (NATIVE, {**NATIVE, "kv_dtype": "fp8_e4m3"}),
     "PD-KV-STORAGE": (

@@ -87,6 +87,17 @@ class TestDescription(CustomTestCase):
         verdict = refusal(describe_role("decode"), describe_role("prefill"))
         self.assertIsNone(verdict)
 
+    def test_the_allocation_policy_has_a_default(self):
+        flag = "disaggregation_decode_allocation_policy"
+        ours = describe_role("decode")
+        for value, fits in (("early", True), ("prefill_complete", False)):
+            theirs = describe_role("prefill", {**ARGS, flag: value})
+            found = refusal(ours, theirs)
+            self.assertEqual(found is None, fits)
+        self.assertEqual(found.code, "PD-ALLOCATION")
+        self.assertIn("prefill_complete", found.text)
+        self.assertIn("early", found.text)
+
     def test_it_is_json(self):
         described = describe_role("decode")
         self.assertEqual(json.loads(json.dumps(described)), described)
@@ -135,7 +146,7 @@ class TestDescription(CustomTestCase):
         self.assertEqual(
             set(described),
             {"version", "role", "algorithm", "mode", "tp", "pp", "cp", "dp", "dcp"}
-            | {"allow_cold_draft", "allow_partial_context"},
+            | {"allow_cold_draft", "allow_partial_context", "allocation_policy"},
         )
 
     def test_attention_ranks(self):

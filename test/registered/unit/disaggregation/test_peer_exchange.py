@@ -274,6 +274,20 @@ class TestDecodeRefuses(_WithServer):
         self.assertTrue(prefill.server_socket.poll(5000))
         self.assertEqual(prefill.server_socket.recv_multipart(), [b"ABORT", b"7"])
 
+    def test_an_unpatched_prefill_shows_when_it_wants_decode_to_allocate(self):
+        """From its topology; upstream itself would leave prefill waiting."""
+        topology = PrefillServerInfo(1, 1, 1, 1, None, None, True)
+        theirs = prefill_check._description_from(None, topology)
+        policy = getattr(topology, "decode_allocation_policy", None)
+        self.assertEqual(theirs["allocation_policy"], policy)
+        if policy is None:
+            self.skipTest("this release has one policy")
+        topology.decode_allocation_policy = "prefill_complete"
+        theirs = prefill_check._description_from(None, topology)
+        ours = {**PLAIN, "allocation_policy": "early"}
+        codes = [v.code for v in peer_agreement.judge(decode=ours, prefill=theirs)]
+        self.assertIn("PD-ALLOCATION", codes)
+
     def test_contacts_are_kept_for_the_next_refusal(self):
         self.prefill({**NATIVE, "draft_weights": "bbbb"})
         decode = self.decode()

@@ -102,6 +102,7 @@ def _resolved_args(server_args: Any) -> dict[str, Any]:
         view = server_args
     names = [
         "disaggregation_transfer_backend",
+        "disaggregation_decode_allocation_policy",
         "speculative_algorithm",
         "page_size",
         "tp_size",

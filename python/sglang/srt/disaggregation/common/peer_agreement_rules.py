@@ -226,6 +226,15 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "give both engines the same --disaggregation-transfer-backend",
     ),
     Rule(
+        "PD-ALLOCATION",
+        REFUSE,
+        "allocation_policy",
+        lambda p: p.differ("allocation_policy"),
+        "the engines reserve decode's KV at different points of a request",
+        "decode refuses each request by itself, and prefill holds it until its timeout",
+        "give both engines the same --disaggregation-decode-allocation-policy",
+    ),
+    Rule(
         "PD-TARGET",
         REFUSE,
         "target",

@@ -31,6 +31,7 @@ from .peer_agreement_table import (
 )
 
 DEFAULT_TAIL_TOKENS = 8
+DEFAULT_ALLOCATION = "early"  # the only way before 0.5.22
 DEEPSEEK_V4_WINDOW = 128  # of a config that names none
 _TRUE = frozenset({"1", "true", "yes", "y"})
 _BLOCK_SIZE = "dspark_block_size"
@@ -91,6 +92,8 @@ def describe(
         "mode": mode_of(role, algorithm, environ),
         "block_size": args.get("speculative_num_draft_tokens") if algorithm else None,
         "page_size": args.get("page_size"),
+        "allocation_policy": args.get("disaggregation_decode_allocation_policy")
+        or DEFAULT_ALLOCATION,
         "kv_dtype": args.get("kv_cache_dtype"),
         **parallel_sizes(args),
         **switches(environ),

@@ -238,6 +238,7 @@ def _description_from(header: str | None, info: Any) -> Description:
     return {
         **UNPATCHED,
         "page_size": info.page_size,
+        "allocation_policy": getattr(info, "decode_allocation_policy", None),
         "kv_dtype": info.kv_cache_dtype,
         "tp": info.attn_tp_size,
         "pp": info.pp_size,
