@@ -31,12 +31,13 @@ _EPILOG = """\
 a FILE is one of
   a start script or a command line, with the assignments and exports before it
   a systemd unit (Environment= and ExecStart= lines)
+  a Kubernetes manifest or a compose file, rendered
   flags alone
   JSON: server arguments by field name, or {"server_args": {}, "environ": {},
   "version": "0.5.23"}
 Scripts are read, not run: ${NAME:-default} and variables that the file or the doctor's
-own environment sets are expanded, "$@" counts as empty. What cannot be read, such as
---config, is named (DOC-ARGS), and nothing is refused for it.
+own environment sets are expanded, "$@" counts as empty; the file of --config is read.
+What cannot be read, such as a Secret, is named (DOC-ARGS), and nothing is refused for it.
 """
 
 

@@ -1,28 +1,28 @@
-"""Arguments of an engine from a file: a start script, a systemd unit, flags or JSON.
+"""Arguments of an engine from a file: a script, a unit, a manifest, flags or JSON.
 
 JSON is server arguments by field name, as ``/server_info`` gives them, alone or under
-``server_args`` beside ``environ`` and ``version``. All other text is read as a shell
-would (`doctor_shell`): of its commands, the one that starts SGLang counts, with the
-variables that are set for it. What cannot be read is kept by name, so that nobody
-takes it for absent.
+``server_args`` beside ``environ`` and ``version``. A manifest's containers are scripts
+(`doctor_yaml`). All other text is read as a shell would (`doctor_shell`): of its
+commands, the one that starts SGLang counts, with the variables that are set for it.
+What cannot be read is kept by name, so that nobody takes it for absent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
+from dspark_pd import doctor_yaml
+from dspark_pd.doctor_command import Command, NotArguments, chosen, note_spelling
 from dspark_pd.doctor_fields import (
     FIELDS,
     VARIABLES,
     field_of,
-    meant_by,
     value_of,
-    variable_meant_by,
 )
 from dspark_pd.doctor_scanner import Word, assignment
 from dspark_pd.doctor_shell import commands
@@ -38,36 +38,28 @@ _NESTED = re.compile(r"(sglang|launch_server)\S*\s.*--\w", re.S)
 _MODULE = re.compile(r"(^|[./])launch_server(\.py)?$")
 
 
-class NotArguments(ValueError):
-    """The text holds no arguments of an engine; the message says what it holds."""
-
-
-@dataclass
-class Command:
-    """What a text says of one engine.
-
-    ``unread`` has the expression of each field or variable without a value; ``sources``
-    are places, not read, that may set more: flags if ``open_args``, variables if
-    ``open_environ``. ``misspelt`` gives what an unknown name may mean.
-    """
-
-    args: dict[str, Any] = field(default_factory=dict)
-    environ: dict[str, str] | None = field(default_factory=dict)
-    release: str | None = None
-    unread: dict[str, str] = field(default_factory=dict)
-    sources: list[str] = field(default_factory=list)
-    misspelt: dict[str, str] = field(default_factory=dict)
-    open_args: bool = False
-    open_environ: bool = False
-    count: int = 1
-
-
 def parse(text: str, role: str) -> Command:
     """Return what ``text`` says; raises NotArguments, and ValueError for bad syntax."""
     try:
+        manifest = doctor_yaml.scripts(text)
+        if manifest is not None:
+            return _parse_scripts(manifest, role)
         return parse_json(text) if _is_json(text) else parse_command(text, role)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _parse_scripts(manifest: list[doctor_yaml.Script], role: str) -> Command:
+    """Of the engines that a manifest starts, the one of this role, else the first."""
+    read = []
+    for script in manifest:
+        with contextlib.suppress(NotArguments):
+            command = parse_command(script.text, role, script.outside)
+            command.release = script.release
+            read.append(command)
+    if not read:
+        raise NotArguments("a manifest without an engine in it")
+    return chosen(read, role)
 
 
 def _is_json(text: str) -> bool:
@@ -98,7 +90,7 @@ def parse_json(text: str) -> Command:
     if environ is not None:
         environ = {key: str(value) for key, value in environ.items()}
     command = Command(dict(args), environ, str(release) if release else None)
-    _note_spelling(command, {})
+    note_spelling(command, {})
     return command
 
 
@@ -128,10 +120,7 @@ def parse_command(
         raise NotArguments("no flag of an engine")
     if not any(_starts_engine(around, flags) for around, flags in found):
         raise NotArguments("no sglang serve, no launch_server and no --model-path")
-    read = [_command(around, flags) for around, flags in found]
-    ours = [c for c in read if c.args.get("disaggregation_mode") == role]
-    command = (ours or read)[0]
-    command.count = len(read)
+    command = chosen([_command(around, flags) for around, flags in found], role)
     _note_other_forms(command, text)
     return command
 
@@ -195,7 +184,7 @@ def _command(around: list[Word], flags: list[Word]) -> Command:
             command.sources.append(place)
             command.open_environ = True
     typed = _read_flags(command, flags)
-    _note_spelling(command, typed)
+    note_spelling(command, typed)
     return command
 
 
@@ -231,10 +220,21 @@ def _read_flags(command: Command, words: list[Word]) -> dict[str, str]:
         else:
             _add_value(command, pending, word)
     if command.args.get("config"):
-        shown = command.unread.get("config", command.args["config"])
+        _read_config(command)
+    return typed
+
+
+def _read_config(command: Command) -> None:
+    """Flags of the file of ``--config``; those of the command itself go before."""
+    place = command.args["config"]
+    known = isinstance(place, str) and "config" not in command.unread
+    flags = doctor_yaml.config_flags(place) if known else None
+    if flags is None:
+        shown = command.unread.get("config", place)
         command.sources.append(f"--config {shown}")
         command.open_args = True
-    return typed
+    else:
+        command.args = flags | command.args
 
 
 def _takes_value(command: Command, name: str) -> bool:
@@ -253,26 +253,3 @@ def _add_value(command: Command, name: str, word: Word) -> None:
     else:
         # A second value makes it a list, as argparse's nargs does.
         command.args[name] = [*(known if isinstance(known, list) else [known]), value]
-
-
-def _note_spelling(command: Command, typed: Mapping[str, str]) -> None:
-    """Remember unknown names that look like known ones, and what they may mean."""
-    for name in command.args:
-        meant = meant_by(name)
-        if meant and meant not in command.args:
-            command.misspelt[typed.get(name, name)] = meant
-    for name in [*(command.environ or {}), *command.unread]:
-        meant = variable_meant_by(name)
-        if meant:
-            command.misspelt[name] = meant
-
-
-def unknown_names(command: Command) -> Iterator[str]:
-    """Yield the fields and variables that the doctor reads and cannot know here."""
-    yield from (name for name in command.unread if name in {**FIELDS, **VARIABLES})
-    yield from command.misspelt.values()
-    if command.open_args:
-        yield from (name for name in FIELDS if name not in command.args)
-    if command.open_environ:
-        given = command.environ or {}
-        yield from (name for name in VARIABLES if name not in given)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from dspark_pd import doctor_files, doctor_servers
 from dspark_pd.doctor_agreement import Finding, load
+from dspark_pd.doctor_command import Command, NotArguments, unknown_names
 from dspark_pd.doctor_fields import (
     CAPTURE,
     FIELDS,
@@ -240,8 +241,8 @@ def _read_file(engine: Engine) -> None:
         text = path.read_text(encoding="utf-8")
         command = doctor_files.parse(text, engine.role)
         if not command.args:
-            raise doctor_files.NotArguments("no flag of an engine")
-    except doctor_files.NotArguments as error:
+            raise NotArguments("no flag of an engine")
+    except NotArguments as error:
         _refuse(engine, str(error), f"{engine.source} with an engine's flags in it")
     except UnicodeDecodeError:
         _refuse(engine, "a binary file", "the file that starts the engine")
@@ -251,7 +252,7 @@ def _read_file(engine: Engine) -> None:
         _refuse(engine, f"not readable: {error}", f"{engine.source}, corrected")
     engine.args, engine.environ = command.args, command.environ
     engine.release = command.release
-    engine.unread |= set(doctor_files.unknown_names(command))
+    engine.unread |= set(unknown_names(command))
     engine.problems += _remarks(engine, command)
 
 
@@ -272,7 +273,7 @@ def _refuse(engine: Engine, found: str, give: str) -> NoReturn:
     refuse("U004", found=found, give=give, **fields)
 
 
-def _remarks(engine: Engine, command: doctor_files.Command) -> list[Finding]:
+def _remarks(engine: Engine, command: Command) -> list[Finding]:
     """Say what was not read, where the doctor would have needed it."""
     common = {"role": engine.role, "source": engine.source}
     found = [
