@@ -582,6 +582,13 @@ class TestMutePrefill(CustomTestCase):
         self.assertEqual([f.result(5) for f in (first, *waiting[:2])], [True, 1, 1])
         self.assertTrue(wait_for(lambda: work._queues == {}), "a queue was left")
 
+    def test_no_thread_to_be_had_is_too_much_to_do(self):
+        work = peer_background.Background()
+        full = RuntimeError("can't start new thread")
+        with mock.patch.object(threading.Thread, "start", side_effect=full):
+            self.assertIsNone(work.submit("a", lambda: 1))
+        self.assertEqual(work.submit("a", lambda: 1).result(5), 1)
+
 
 class TestRestartedPrefill(_WithServer):
     """A prefill that comes back on its address before a heartbeat misses it."""
@@ -620,8 +627,14 @@ class TestRestartedPrefill(_WithServer):
         """A request that has turned to its prefill."""
         receiver = self.waiting(room)
         self.assertFalse(prefill_check.refuse_request(receiver, 0))
-        self.client.required_prefill_response_num_table[room] = 1
         self.client.update_status(room, KVPoll.WaitingForInput)
+        return receiver
+
+    def begin_deferred(self, room):
+        """One whose KV is allocated when its prefill has ended."""
+        receiver = self.waiting(room)
+        self.assertFalse(prefill_check.refuse_request(receiver, 0))
+        self.client.required_prefill_response_num_table[room] = 1
         return receiver
 
     def waiting(self, room):
@@ -637,23 +650,50 @@ class TestRestartedPrefill(_WithServer):
             self.assertIn("Lost connection", self.client.failure_records[room])
             self.assertEqual(self.client.check_status(room), KVPoll.Failed)
 
+    def assert_new(self):
+        """What decode knows and keeps is of the new engine."""
+        known = self.info().peer_description
+        self.assertEqual(known["instance"], self.server.peer_instance)
+        self.assertEqual(
+            self.client.connection_pool, {}, "the old one's ports are kept"
+        )
+
+    def keep_ports(self):
+        self.client.connection_pool[f"{self.addr}_0_0_0"] = []
+
     def test_a_heartbeat_notices_it(self):
         self.begin(1)
-        self.waiting(2)
+        self.begin_deferred(2)
+        self.waiting(3)
+        self.keep_ports()
+        self.heartbeats()
+        time.sleep(0.3)
+        self.assertEqual(self.client.failure_records, {})
+        self.restart()
+        records = self.client.failure_records
+        self.assertTrue(wait_for(lambda: records.keys() >= {1, 2, 3}, 10))
+        self.assert_lost(1, 2, 3)
+        self.assertIsNone(self.info())
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+        self.assert_new()
+        time.sleep(0.3)
+        self.assertIsNotNone(self.info(), "the new one is taken for another")
+
+    def test_a_prefill_without_a_description_is_not_taken_for_another(self):
+        """Its bootstrap server names an instance all the same."""
+        stop(self.server)
+        self.server = serve(self.server.port)
+        self.prefill(None)
+        own = self.client.kv_args.peer_description = dict(PLAIN)
+        self.client.prefill_info_table.clear()
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr), own)
+        self.assertIsNone(prefill_check.refusal_of(self.client, self.addr))
+        before = self.info()
+        self.begin(1)
         self.heartbeats()
         time.sleep(0.3)
         self.assertNotIn(1, self.client.failure_records)
-        self.restart()
-        self.assertTrue(wait_for(lambda: 1 in self.client.failure_records, 10))
-        self.assert_lost(1)
-        self.assertIsNone(self.info())
-        self.assertNotIn(2, self.client.failure_records)
-        self.assertIn(2, self.client.addr_to_rooms_tracker[self.addr])
-        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
-        known = self.info().peer_description
-        self.assertEqual(known["instance"], self.server.peer_instance)
-        time.sleep(0.3)
-        self.assertIsNotNone(self.info(), "the new one is taken for another")
+        self.assertIs(self.info(), before)
 
     def test_a_heartbeat_notices_it_before_its_ranks_have_registered(self):
         self.begin(1)
@@ -664,13 +704,73 @@ class TestRestartedPrefill(_WithServer):
 
     def test_without_heartbeats_the_next_request_goes_to_the_new_one(self):
         self.begin(1)
+        self.begin_deferred(2)
+        self.waiting(3)
+        cleared = self.waiting(4)
+        cleared.clear()
+        self.keep_ports()
         self.restart()
         self.without_heartbeats()
-        self.begin(2)
-        self.assert_lost(1)
-        self.assertNotIn(2, self.client.failure_records)
-        known = self.info().peer_description
-        self.assertEqual(known["instance"], self.server.peer_instance)
+        with mock.patch.object(prefill_check, "ask", wraps=prefill_check.ask) as ask:
+            self.begin(5)
+        self.assertEqual(ask.call_count, 1, "its answer is at hand")
+        self.assert_lost(1, 2)
+        self.assert_new()
+        self.assertEqual(self.client.failure_records.keys(), {1, 2})
+        self.assertEqual(self.client.addr_to_rooms_tracker[self.addr], {3, 5})
+
+    def test_a_request_that_begins_meanwhile_is_not_forgotten(self):
+        """It may have taken the old one's ports before they were dropped."""
+        self.waiting(1)
+        handle = self.client._handle_node_failure
+
+        def begun(address):
+            self.client.required_prefill_response_num_table[1] = 1
+            handle(address)
+
+        self.client._handle_node_failure = begun
+        prefill_restart.saw(self.client, self.addr, self.info(), "other")
+        self.assertEqual(self.client.check_status(1), KVPoll.Failed)
+
+    def test_an_answer_that_comes_late_still_counts(self):
+        self.begin(1)
+        self.restart()
+        self.without_heartbeats()
+        gate = threading.Event()
+        real_ask = prefill_check.ask
+
+        def slow_ask(*args, **kwargs):
+            gate.wait(10)
+            return real_ask(*args, **kwargs)
+
+        with (
+            mock.patch.object(prefill_check, "ask", slow_ask),
+            mock.patch.object(prefill_check, "_PATIENCE_S", 0.05),
+        ):
+            self.begin(2)
+            self.assertNotIn(2, self.client.failure_records)
+            gate.set()
+            records = self.client.failure_records
+            self.assertTrue(wait_for(lambda: records.keys() >= {1, 2}, 10))
+        self.assertIsNone(self.info())
+
+    def test_one_that_answers_once_and_no_more_is_refused(self):
+        self.begin(1)
+        self.restart()
+        self.without_heartbeats()
+
+        def gone(manager, address, prefill=None):
+            return False
+
+        with mock.patch.object(prefill_check, "ensure_prefill", gone):
+            self.assertTrue(prefill_check.refuse_request(self.waiting(2), 0))
+        self.assertIn("[PD-RESTARTED]", self.client.failure_records[2])
+        self.assertTrue(prefill_check.refusal_of(self.client, self.addr).admits)
+
+    def test_an_error_in_looking_does_not_reach_the_scheduler(self):
+        self.without_heartbeats()
+        with mock.patch.object(prefill_check, "_look", side_effect=OSError("full")):
+            self.begin(1)
 
     def test_without_heartbeats_one_with_other_flags_is_refused_as_such(self):
         self.begin(1)
@@ -681,19 +781,36 @@ class TestRestartedPrefill(_WithServer):
         self.assertIn("[PD-PAGE-SIZE]", self.client.failure_records[2])
 
     def test_a_request_for_a_dp_rank_that_is_gone_is_refused(self):
-        self.begin(1)
-        self.restart()
-        self.without_heartbeats()
-        self.info().dp_size = 4
-        with mock.patch.object(prefill_check, "_tell_prefill") as tell:
-            self.assertTrue(prefill_check.refuse_request(self.waiting(7), 3))
-            self.assertTrue(wait_for(lambda: tell.called))
-        self.assertEqual(tell.call_args.args[2], 0)
-        reason = self.client.failure_records[7]
-        self.assertIn("[PD-RESTARTED]", reason)
-        self.assertIn("dp_size 1, it had 4", reason)
-        self.begin(8)
-        self.assertNotIn(8, self.client.failure_records)
+        for follows, room, told, admits in (
+            (True, 7, [1], True),
+            (False, 8, [0, 1], False),
+        ):
+            self.restart(NATIVE if admits else None)
+            self.client.prefill_info_table.clear()
+            own = NATIVE if admits else PLAIN
+            self.client.kv_args.peer_description = dict(own)
+            self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+            before, now = self.info(), dataclasses.replace(self.info())
+            now.peer_description = before.peer_description
+            now.dp_size, now.follow_bootstrap_room = 2, follows
+
+            def look(manager, address, info, now=now):
+                manager.prefill_info_table[address] = now
+
+            with (
+                self.subTest(follows=follows),
+                mock.patch.object(prefill_check, "_look_again", look),
+                mock.patch.object(prefill_check, "_tell_prefill") as tell,
+            ):
+                self.assertTrue(prefill_check.refuse_request(self.waiting(room), 0))
+                self.assertTrue(wait_for(lambda tell=tell: tell.called))
+                _, refused, ranks = tell.call_args.args
+                self.assertEqual((ranks, refused.admits), (told, admits))
+                reason = self.client.failure_records[room]
+                self.assertIn("[PD-RESTARTED]", reason)
+                self.assertIn("dp_size 2", reason)
+                self.client.prefill_info_table[self.addr] = now
+                self.assertFalse(prefill_check.refuse_request(self.waiting(99), 0))
 
     def test_one_restarted_without_this_set_is_noticed(self):
         self.begin(1)
@@ -757,6 +874,23 @@ class TestRestartedPrefill(_WithServer):
             for room in range(80, 120):
                 self.begin(room)
             self.assertEqual(ask.call_count, 2, "one that is down is asked rarely, too")
+
+    def test_one_that_stays_mute_is_asked_ever_less_often(self):
+        info = SimpleNamespace(peer_description={"instance": "a"}, peer_seen=0.0)
+        asked = []
+        with mock.patch.object(prefill_restart.time, "monotonic") as clock:
+            for now in range(100, 220):
+                clock.return_value = float(now)
+                if prefill_restart.is_due(info):
+                    asked.append(now - 100)
+            self.assertEqual(asked, [0, 1, 3, 7, 15, 31, 61, 91])
+            prefill_restart.saw(None, "", info, "a")
+            clock.return_value = now + 5.0
+            self.assertFalse(prefill_restart.is_due(info))
+            clock.return_value = now + 32.0
+            self.assertTrue(prefill_restart.is_due(info))
+            clock.return_value = now + 33.0
+            self.assertTrue(prefill_restart.is_due(info))
 
 
 class TestRegistrationFrame(CustomTestCase):

@@ -102,9 +102,14 @@ class Background:
             if len(self._queues) >= self._max_keys:
                 return None
             self._queues[key] = deque([(future, call)])
-        threading.Thread(
-            target=self._work, args=(key,), name=f"peer-{key}", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._work, args=(key,), name=f"peer-{key}", daemon=True
+            ).start()
+        except RuntimeError:  # no thread to be had
+            with self._lock:
+                del self._queues[key]
+            return None
         return future
 
     def _work(self, key: Hashable) -> None:

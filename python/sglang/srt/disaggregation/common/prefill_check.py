@@ -94,18 +94,23 @@ class Prefill(NamedTuple):
 # -- first contact --------------------------------------------------------------------
 
 
-def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool | None:
+def ensure_prefill(
+    manager: Any, bootstrap_addr: str, prefill: Prefill | None = None
+) -> bool | None:
     """Fetch and check a prefill; False when to try again later, None to go on.
 
     The first statement of ``try_ensure_parallel_info``. A disagreement, ours or one that
     upstream raises for, becomes a refusal kept on the cached info instead of an
     exception that ends the engine. To catch the latter this enters the method once more
     and steps aside there (None).
+
+    Args:
+        prefill: what it said a moment ago, if it was asked already.
     """
     if own_description(manager) is None or manager.__dict__.get("peer_check_is_on"):
         return None
     try:
-        return _ensure_prefill(manager, bootstrap_addr)
+        return _ensure_prefill(manager, bootstrap_addr, prefill)
     except Exception as error:
         reason = f"[PD-INTERNAL] {type(error).__name__}: {error}"
         if may_say(manager, reason, in_full=1):
@@ -115,12 +120,12 @@ def ensure_prefill(manager: Any, bootstrap_addr: str) -> bool | None:
         return True
 
 
-def _ensure_prefill(manager: Any, bootstrap_addr: str) -> bool:
+def _ensure_prefill(manager: Any, bootstrap_addr: str, prefill: Prefill | None) -> bool:
     table = manager.prefill_info_table
     refused = refusal_of(manager, bootstrap_addr)
     if bootstrap_addr in table and (refused is None or not refused.is_stale):
         return True
-    prefill = _look(manager, bootstrap_addr)
+    prefill = prefill or _look(manager, bootstrap_addr)
     if prefill is None:
         if refused is not None:
             refused.postpone()
@@ -133,9 +138,9 @@ def _ensure_prefill(manager: Any, bootstrap_addr: str) -> bool:
         try:
             known = manager.try_ensure_parallel_info(bootstrap_addr)
             if bootstrap_addr in table:
+                table[bootstrap_addr].peer_seen = time.monotonic()
                 # Decode asks it per request whether draft KV comes with the target's.
                 table[bootstrap_addr].peer_description = theirs
-                table[bootstrap_addr].peer_seen = time.monotonic()
             return known
         except Exception as error:
             reason = f"[PD-UPSTREAM] {error}"
@@ -177,12 +182,14 @@ def _disagreement(manager, bootstrap_addr, theirs) -> str | None:
 # -- asking ---------------------------------------------------------------------------
 
 
-def _look(manager: Any, bootstrap_addr: str) -> Prefill | None:
+def _look(
+    manager: Any, bootstrap_addr: str, *, patient: bool = False
+) -> Prefill | None:
     """What a prefill says of itself; None while it is not known.
 
     A question is waited for a moment, because a prefill that is up answers in
-    milliseconds; not again after one that was not answered in time. A later call takes
-    the answer that came in the meantime.
+    milliseconds; not again after one that was not answered in time, unless `patient`.
+    A later call takes the answer that came in the meantime.
     """
     looks = manager.__dict__.setdefault("peer_looks", {})
     slow = manager.__dict__.setdefault("peer_slow", set())
@@ -190,7 +197,8 @@ def _look(manager: Any, bootstrap_addr: str) -> Prefill | None:
     patience = 0.0
     if future is None or time.monotonic() - when > _ANSWER_MAX_AGE_S:
         when = time.monotonic()
-        patience = 0.0 if bootstrap_addr in slow else _PATIENCE_S
+        hurries = bootstrap_addr in slow and not patient
+        patience = 0.0 if hurries else _PATIENCE_S
         key = ("look", bootstrap_addr)
         future = background.submit(
             key, functools.partial(ask, bootstrap_addr, header=HEADER)
@@ -257,13 +265,15 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
     """
     manager, bootstrap_addr = receiver.kv_mgr, receiver.bootstrap_addr
     before = manager.prefill_info_table.get(bootstrap_addr)
-    _look_again(manager, bootstrap_addr, before)
-    refused = refusal_of(manager, bootstrap_addr)
+    try:
+        _look_again(manager, bootstrap_addr, before)
+    except Exception as error:
+        if may_say(manager, f"look {bootstrap_addr}"):
+            logger.error("Prefill %s was not looked at: %r", bootstrap_addr, error)
+    refused, dp_ranks = refusal_of(manager, bootstrap_addr), [prefill_dp_rank]
     now = manager.prefill_info_table.get(bootstrap_addr)
     if None not in (before, now) and before.dp_size != now.dp_size:
-        # The caller chose one of the ranks that were.
-        prefill_dp_rank = receiver.bootstrap_room % max(now.dp_size, 1)
-        refused = refused or _moved(bootstrap_addr, before, now)
+        refused, dp_ranks = _moved(receiver, now)
     if refused is None:
         return False
     manager.record_failure(receiver.bootstrap_room, refused.reason)
@@ -271,13 +281,13 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
     receiver.conclude_state = KVPoll.Failed
     receiver.abort_notified = True
     telling = background.submit(
-        ("tell", receiver.bootstrap_addr),
-        functools.partial(_tell_prefill, receiver, refused, prefill_dp_rank),
+        ("tell", bootstrap_addr),
+        functools.partial(_tell_prefill, receiver, refused, dp_ranks),
     )
     if telling is None and may_say(manager, "not told"):
         logger.warning(
-            "Prefill %s is not told about a refused request: too many wait",
-            receiver.bootstrap_addr,
+            "Prefill %s is not told about a refused request: too much to do",
+            bootstrap_addr,
         )
     return True
 
@@ -288,25 +298,60 @@ def _look_again(manager: Any, bootstrap_addr: str, info: Any) -> None:
     if refused is not None and refused.is_stale:
         ensure_prefill(manager, bootstrap_addr)
     elif is_due(info):
-        prefill = _look(manager, bootstrap_addr)
-        if prefill is not None:
-            instance = prefill.description.get(INSTANCE)
-            if saw(manager, bootstrap_addr, info, instance):
-                ensure_prefill(manager, bootstrap_addr)
+        prefill = _look(manager, bootstrap_addr, patient=True)
+        if prefill is None:
+            _compare_later(manager, bootstrap_addr, info)
+        elif _is_another(manager, bootstrap_addr, info, prefill):
+            ensure_prefill(manager, bootstrap_addr, prefill)
+            if bootstrap_addr not in manager.prefill_info_table:
+                reason = (
+                    f"[PD-RESTARTED] prefill {bootstrap_addr} was restarted and does "
+                    "not answer any more; send the request again"
+                )
+                admits = bool(prefill.description.get("admits"))
+                _refuse(manager, bootstrap_addr, prefill.info, reason, admits)
 
 
-def _moved(bootstrap_addr: str, before: Any, now: Any) -> Refusal:
-    reason = (
-        f"[PD-RESTARTED] prefill {bootstrap_addr} came back with dp_size "
-        f"{now.dp_size}, it had {before.dp_size}; send the request again"
-    )
-    return Refusal(reason, time.monotonic(), admits=True)
+def _is_another(manager, bootstrap_addr, info, prefill: Prefill) -> bool:
+    instance = prefill.description.get(INSTANCE)
+    return saw(manager, bootstrap_addr, info, instance)
 
 
-def _tell_prefill(receiver: Any, refused: Refusal, dp_rank: int) -> None:
+def _compare_later(manager: Any, bootstrap_addr: str, info: Any) -> None:
+    """Requests go on for now; an answer that comes late still counts for them."""
+
+    def compare(future: concurrent.futures.Future) -> None:
+        try:
+            _is_another(manager, bootstrap_addr, info, _prefill_from(future.result()))
+        except Exception as error:
+            logger.debug("Prefill %s gave no answer: %r", bootstrap_addr, error)
+
+    _, future = manager.peer_looks.get(bootstrap_addr, (0.0, None))
+    if future is not None:
+        future.add_done_callback(compare)
+
+
+def _moved(receiver: Any, info: Any) -> tuple[Refusal, list[int]]:
+    """The caller chose one of the DP ranks that were; refuse, and whom to tell."""
+    refused = refusal_of(receiver.kv_mgr, receiver.bootstrap_addr)
+    if refused is None:
+        reason = (
+            f"[PD-RESTARTED] prefill {receiver.bootstrap_addr} came back with dp_size "
+            f"{info.dp_size}; send the request again"
+        )
+        theirs = getattr(info, "peer_description", None) or {}
+        refused = Refusal(reason, time.monotonic(), admits=bool(theirs.get("admits")))
+    ranks = range(min(info.dp_size, _MAX_RANKS))
+    if info.follow_bootstrap_room and ranks:
+        return refused, [receiver.bootstrap_room % len(ranks)]
+    return refused, list(ranks)
+
+
+def _tell_prefill(receiver: Any, refused: Refusal, dp_ranks: list[int]) -> None:
     try:
-        contacts = _contacts(receiver, refused, dp_rank)
-        _send_refusal(receiver, refused, contacts)
+        for dp_rank in dp_ranks:
+            contacts = _contacts(receiver, refused, dp_rank)
+            _send_refusal(receiver, refused, contacts)
     except Exception as error:
         if may_say(receiver.kv_mgr, f"tell {receiver.bootstrap_addr}"):
             logger.warning(

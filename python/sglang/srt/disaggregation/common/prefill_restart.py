@@ -7,10 +7,11 @@ ports that nobody listens on, and each request would wait for its timeout.
 Life cycle: a bootstrap server draws an instance when it is made, and names it in its
 health answers and in prefill's description. Decode keeps the description of an accepted
 prefill. Each heartbeat compares (`heed_heartbeat`). An engine takes longer to start than
-a heartbeat to come round; where heartbeats are rarer, a request to a prefill that was
-not seen for `FRESH_S` seconds asks before it goes on (`is_due`, `saw`). Another instance
-is a lost prefill: upstream's own handling fails the requests it held, and those that
-have not begun make first contact with the new one.
+a heartbeat to come round; where heartbeats are rarer, or were missed, a request to a
+prefill that was not seen for `FRESH_S` seconds asks before it goes on (`is_due`, `saw`).
+Another instance is a lost prefill: upstream's own handling fails the requests it held.
+
+A prefill without a description is left to upstream.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ INSTANCE_HEADER = "X-SGLang-Bootstrap-Instance"
 # A little more than upstream's interval of heartbeats, less than an engine's start.
 FRESH_S = 6.0
 _ASK_AGAIN_S = 1.0
+_ASK_AGAIN_MAX_S = 30.0
 
 # The heartbeat and the scheduler may notice the same restart.
 _forgetting = threading.Lock()
@@ -43,6 +45,9 @@ def new_instance() -> str:
 def heed_heartbeat(manager: Any, bootstrap_addr: str, response: Any) -> None:
     """Compare the instance in a health answer with the one decode works with.
 
+    Its engine is still loading, so requests that have not begun were sent to the old one
+    as well.
+
     Args:
         manager: decode's KV manager.
         response: a successful answer (``requests.Response``) of the bootstrap server;
@@ -50,35 +55,49 @@ def heed_heartbeat(manager: Any, bootstrap_addr: str, response: Any) -> None:
     """
     info = manager.prefill_info_table.get(bootstrap_addr)
     instance = response.headers.get(INSTANCE_HEADER)
-    # A refused prefill has no description here, and is looked at again in any case.
-    if instance is not None and getattr(info, "peer_description", None) is not None:
-        saw(manager, bootstrap_addr, info, instance)
+    if instance is not None and _known(info):
+        saw(manager, bootstrap_addr, info, instance, spare_waiting=False)
 
 
 def is_due(info: Any) -> bool:
-    """Whether an accepted prefill is to be asked before the next request goes on."""
+    """Whether an accepted prefill is to be asked before the next request goes on.
+
+    One that gives no answer is asked ever less often: the asker waits for it.
+    """
     if not _known(info):
         return False
-    if time.monotonic() - getattr(info, "peer_seen", 0.0) <= FRESH_S:
+    now = time.monotonic()
+    if now - info.peer_seen <= FRESH_S or now < getattr(info, "peer_asked_next", 0.0):
         return False
-    # In case it does not answer now.
-    info.peer_seen = time.monotonic() - FRESH_S + _ASK_AGAIN_S
+    wait_s = getattr(info, "peer_ask_again_s", _ASK_AGAIN_S)
+    info.peer_asked_next = now + wait_s
+    info.peer_ask_again_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
     return True
 
 
-def saw(manager: Any, bootstrap_addr: str, info: Any, instance: str | None) -> bool:
+def saw(
+    manager: Any,
+    bootstrap_addr: str,
+    info: Any,
+    instance: str | None,
+    *,
+    spare_waiting: bool = True,
+) -> bool:
     """Note which instance answers now; True when `info` was another's and is forgotten.
 
     Args:
         info: what ``prefill_info_table`` held for this prefill before it was asked.
+        spare_waiting: leave requests alone that have not begun; they may be for the new
+            one.
     """
     if instance == _known(info):
         info.peer_seen = time.monotonic()
+        info.peer_asked_next, info.peer_ask_again_s = 0.0, _ASK_AGAIN_S
         return False
     with _forgetting:
         if manager.prefill_info_table.get(bootstrap_addr) is info:
             logger.error("Prefill %s was restarted; its requests fail", bootstrap_addr)
-            _forget(manager, bootstrap_addr)
+            _forget(manager, bootstrap_addr, spare_waiting)
     return True
 
 
@@ -86,16 +105,23 @@ def _known(info: Any) -> str | None:
     return (getattr(info, "peer_description", None) or {}).get(INSTANCE)
 
 
-def _forget(manager: Any, bootstrap_addr: str) -> None:
+def _forget(manager: Any, bootstrap_addr: str, spare_waiting: bool) -> None:
     """Upstream's handling of a lost prefill, for the requests that it held."""
     rooms = manager.addr_to_rooms_tracker[bootstrap_addr]
-    waiting = {room for room in tuple(rooms) if not _has_begun(manager, room)}
-    rooms -= waiting
+    spared = {
+        room for room in tuple(rooms) if spare_waiting and not _has_begun(manager, room)
+    }
+    rooms -= spared
     try:
         manager._handle_node_failure(bootstrap_addr)
     except Exception:
         logger.exception("Requests of a restarted prefill may wait for their timeout")
-    manager.addr_to_rooms_tracker[bootstrap_addr] |= waiting
+    for room in spared & manager.request_status.keys():
+        if _has_begun(manager, room):  # with what is forgotten now
+            manager.record_failure(room, f"Prefill {bootstrap_addr} was restarted")
+            manager.update_status(room, KVPoll.Failed)
+        else:
+            manager.addr_to_rooms_tracker[bootstrap_addr].add(room)
 
 
 def _has_begun(manager: Any, room: int) -> bool:
