@@ -1,7 +1,8 @@
 """Free TCP ports on the loopback interface.
 
 Ports come from below the ephemeral range, so that an outgoing connection of a process
-that starts in between cannot take one; a port is handed out once per process.
+that starts in between cannot take one, and from below 22000, from where SGLang takes
+ports by itself; a port is handed out once per process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 from dspark_pd.bed.errors import BedError
 
 LOOPBACK = "127.0.0.1"
-_LOWEST, _HIGHEST = 20_000, 32_000
+_LOWEST, _HIGHEST = 10_000, 22_000
 _TRIES = 500
 _handed_out: set[int] = set()
 

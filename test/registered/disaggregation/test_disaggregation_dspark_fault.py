@@ -41,7 +41,11 @@ TIMEOUT_S = 15
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(TIMEOUT_S),
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(TIMEOUT_S),
+    # Decode keeps the KV of a request whose prefill does not confirm its abort.
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
+# By default a router that saw ten failures sends nothing for a minute.
+FORGIVING = {"cb-timeout-duration-secs": 2}
 ANSWER_LIMIT_S = 2 * TIMEOUT_S + 15.0
 BACK_LIMIT_S = 30.0
 FRAMES = 10_000
@@ -92,7 +96,9 @@ def running(bed: Bed, tmp_path_factory) -> Iterator[Running]:
     prefill, decode = bed.start(
         [fault_spec(role, orders) for role in ("prefill", "decode")]
     )
-    router = bed.start_router(RouterSpec("fault-r", [prefill], [decode]))
+    router = bed.start_router(
+        RouterSpec("fault-r", [prefill], [decode], args=FORGIVING)
+    )
     running = Running(bed, prefill, decode, router, random.Random(20261129), orders)
     assert wait_until(running.serves, BACK_LIMIT_S) is not None
     yield running
@@ -166,7 +172,7 @@ def test_fault_router_killed(running: Running) -> None:
     OBSERVED["router killed"] = (max(a.seconds for a in answers), "connection lost")
     running.bed.stop(old)
     running.router = running.bed.start_router(
-        RouterSpec("fault-r2", [running.prefill], [running.decode])
+        RouterSpec("fault-r2", [running.prefill], [running.decode], args=FORGIVING)
     )
     check_recovered(running)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pd_mismatch import unhealthy
 from pd_parity import assert_both_paths_ran, assert_parity
 from pd_prompts import PAGE, References, send
 
@@ -124,4 +125,4 @@ def test_storage_after_a_restart(
 
 
 def test_both_engines_are_healthy_at_the_end(bed: Bed, engines: list[Engine]) -> None:
-    assert all(engine.healthy() for engine in engines)
+    assert unhealthy(*engines) == []

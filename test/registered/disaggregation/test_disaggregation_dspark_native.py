@@ -68,6 +68,7 @@ def test_requests_really_were_batched(native_pair: Pair) -> None:
 
 def test_prefill_radix_hit(native_pair: Pair, references: References) -> None:
     """A second pass finds its prompt on prefill, with the draft's rows beside it."""
+    native_pair.prefill.flush_cache()
     cold = send(native_pair.client, "radix")
     assert [reply.cached_tokens for reply in cold] == [0, 0, 0]
     warm = send(native_pair.client, "radix")

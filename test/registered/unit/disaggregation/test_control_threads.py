@@ -142,6 +142,8 @@ class TestNixlBootstrapThread(_Threads):
         dice = random.Random(7)
         process = psutil.Process(os.getpid())
         self.manager.early_rooms = EarlyRooms(max_rooms=256)
+        # It slows the whole process down.
+        self.addCleanup(tracemalloc.stop)
         self.assertTrue(self.serves_a_good_decode(10**7))
         with mock.patch.object(log_limits.logger, "error"):
             self._throw(dice, FRAMES // 2, "warm")
@@ -627,6 +629,18 @@ class TestHealth(CustomTestCase):
         self.assertEqual(self.flags(), [])
         self.flag_of(other.pid, living.start)
         self.assertIsNotNone(health_failure(self.port), "that process lives")
+
+    def test_a_process_that_nobody_reaped_is_gone(self):
+        """As under a container's first process that does not wait for its children."""
+        ended = subprocess.Popen(["sleep", "60"])
+        self.addCleanup(ended.wait)
+        start = find_process(ended.pid).start
+        ended.kill()
+        self.assertTrue(wait_for(lambda: find_process(ended.pid) is None))
+        self.assertTrue(os.path.exists(f"/proc/{ended.pid}"), "its remains")
+        self.flag_of(ended.pid, start)
+        self.assertIsNone(health_failure(self.port))
+        self.assertEqual(self.flags(), [])
 
     def test_a_thread_that_starts_again_clears_its_flag_and_stale_ones(self):
         manager = SimpleNamespace(server_args=SimpleNamespace(port=self.port))

@@ -253,7 +253,7 @@ class TestEarlyRooms(_Prefill):
         forgotten = []
         for room in range(1000):
             rooms.remember(room, "why")
-            forgotten += rooms.metadata_without_request(room)
+            forgotten += rooms.metadata_without_request(room, ())
         for room in range(2000, 3000):
             rooms.open(room)
         self.assertEqual(rooms.sizes(), (10, 10, 10))
@@ -263,8 +263,14 @@ class TestEarlyRooms(_Prefill):
         rooms = EarlyRooms(max_age_s=0.0)
         rooms.remember(1, "why")
         self.assertIsNone(rooms.open(1))
-        rooms.metadata_without_request(2)
-        self.assertIn(2, rooms.metadata_without_request(3))
+        rooms.metadata_without_request(2, ())
+        self.assertIn(2, rooms.metadata_without_request(3, ()))
+
+    def test_metadata_that_comes_after_its_request_is_forgotten_as_well(self):
+        rooms = EarlyRooms(max_rooms=0)
+        rooms.open(1)
+        self.assertEqual(rooms.metadata_without_request(1, {1}), [])
+        self.assertEqual(rooms.metadata_without_request(1, ()), [1])
 
     def test_metadata_for_which_no_request_comes_is_forgotten(self):
         self.manager.early_rooms = EarlyRooms(max_rooms=3)

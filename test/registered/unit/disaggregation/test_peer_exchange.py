@@ -9,6 +9,7 @@ and looks again after a second; decode's description travels in its registration
 from __future__ import annotations
 
 import dataclasses
+import functools
 import http.client
 import http.server
 import inspect
@@ -43,6 +44,7 @@ from sglang.srt.disaggregation.common import (
     peer_agreement,
     peer_background,
     prefill_check,
+    prefill_refusal,
     prefill_restart,
 )
 from sglang.srt.disaggregation.common.conn import (
@@ -60,6 +62,16 @@ from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
+REFUSED_TAG = peer_agreement.REFUSED_TAG
+TOPOLOGY = {
+    "attn_tp_size": 1,
+    "attn_cp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "page_size": 1,
+    "kv_cache_dtype": "auto",
+    "follow_bootstrap_room": True,
+}
 TOPOLOGY_QUERY = (
     "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 )
@@ -123,6 +135,10 @@ def topology_of(server) -> requests.Response:
 
 class _WithServer(CustomTestCase):
     def setUp(self):
+        # A busy machine must not turn an answer into none.
+        patched = mock.patch.object(prefill_check, "_PATIENCE_S", 10.0)
+        patched.start()
+        self.addCleanup(patched.stop)
         self.server = serve()
         self.addCleanup(stop, self.server)
         self.addr = f"127.0.0.1:{self.server.port}"
@@ -307,7 +323,7 @@ class TestDecodeRefuses(_WithServer):
         decode.try_ensure_parallel_info(self.addr)
         self.request(decode)
         self.assertIn("[PD-UNPATCHED-PREFILL]", self.reason(decode))
-        for _ in range(1 + len(prefill_check._ABORT_AGAIN_S)):
+        for _ in range(1 + len(prefill_refusal._ABORT_AGAIN_S)):
             told = prefill.server_socket
             self.assertTrue(told.poll(5000), "an early abort is dropped upstream")
             self.assertEqual(told.recv_multipart(), [b"ABORT", b"7"])
@@ -340,7 +356,7 @@ class TestDecodeRefuses(_WithServer):
         decode.try_ensure_parallel_info(self.addr)
         self.server.peer_description = NATIVE
         refused = prefill_check.refusal_of(decode, self.addr)
-        refused.since -= prefill_check._LOOK_AGAIN_S + 0.1
+        refused.since -= prefill_refusal._LOOK_AGAIN_S + 0.1
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
         self.assertIsNone(prefill_check.refusal_of(decode, self.addr))
 
@@ -350,7 +366,7 @@ class TestDecodeRefuses(_WithServer):
         decode.try_ensure_parallel_info(self.addr)
         self.server.peer_description = NATIVE
         refused = prefill_check.refusal_of(decode, self.addr)
-        refused.since -= prefill_check._LOOK_AGAIN_S + 0.1
+        refused.since -= prefill_refusal._LOOK_AGAIN_S + 0.1
         receiver = open_receiver(decode, self.addr, 9)
         self.assertFalse(prefill_check.refuse_request(receiver, 0))
 
@@ -502,9 +518,10 @@ class TestMutePrefill(CustomTestCase):
             self.asked.append(args)
             return asks(*args, **kwargs)
 
-        patch = mock.patch.object(prefill_check, "ask", counted)
-        patch.start()
-        self.addCleanup(patch.stop)
+        for module in (prefill_check, prefill_refusal):
+            patch = mock.patch.object(module, "ask", counted)
+            patch.start()
+            self.addCleanup(patch.stop)
 
     def refuse(self, **changes):
         info = prefill_check._placeholder()
@@ -523,7 +540,7 @@ class TestMutePrefill(CustomTestCase):
         self.assertLess(time.monotonic() - began, 3)
         time.sleep(peer_background.ANSWER_S + 0.5)
         self.assertLessEqual(len(self.asked), 2, "one look and one try to tell")
-        self.assertGreater(refused.look_again_s, prefill_check._LOOK_AGAIN_S)
+        self.assertGreater(refused.look_again_s, prefill_refusal._LOOK_AGAIN_S)
 
     def test_a_mute_one_is_never_waited_for_again(self):
         self.refuse()
@@ -536,6 +553,60 @@ class TestMutePrefill(CustomTestCase):
             self.assertTrue(prefill_check.ensure_prefill(self.decode, self.addr))
             self.assertLess(time.monotonic() - began, 0.2)
         self.assertGreaterEqual(len(self.asked), 2, "asked, but not waited for")
+
+    def test_one_that_was_slow_once_is_waited_for_again_when_it_answers(self):
+        """Or its refusal would stay: looks get rare, and answers old before they."""
+        gate = threading.Event()
+        answer = peer_background.Answer(None, TOPOLOGY)
+
+        def ask(*args, **kwargs):
+            gate.wait(10)
+            return answer
+
+        refused = self.refuse()
+        with mock.patch.object(prefill_check, "ask", ask):
+            self.assertIsNone(prefill_check._look(self.decode, self.addr))
+            [future] = self.decode.peer_looks.values()
+            gate.set()
+            future.result(5)
+            looked = prefill_check._look(self.decode, self.addr)
+            self.assertEqual(looked.info.page_size, 1)
+            gate.clear()
+            self.assertIsNone(prefill_check._look(self.decode, self.addr))
+            [future] = self.decode.peer_looks.values()
+            gate.set()
+            future.result(5)
+            with mock.patch.object(prefill_check, "_ANSWER_MAX_AGE_S", -1.0):
+                looked = prefill_check._look(self.decode, self.addr)
+            self.assertIsNotNone(looked, "too old, and not waited for a new one")
+        self.assertEqual(refused.reason, "no")
+
+    def test_a_prefill_that_answers_again_is_told_of_all_that_waited(self):
+        refused, info = self.refuse(), prefill_check._placeholder()
+        receivers = [open_receiver(self.decode, self.addr, room) for room in range(3)]
+        body = {"rank_ip": "127.0.0.1", "rank_port": 1}
+        answers = [OSError("mute"), peer_background.Answer(None, body)]
+        with (
+            mock.patch.object(prefill_refusal, "ask", side_effect=answers),
+            mock.patch.object(prefill_refusal, "_TELL_AGAIN_S", (0.3,)),
+            mock.patch.object(prefill_refusal, "_send_refusal") as send,
+        ):
+            for receiver in receivers:
+                prefill_refusal.tell(refused, info, [(receiver, 0)])
+            self.assertTrue(wait_for(lambda: send.call_count == 3))
+            self.assertEqual([c.args[0] for c in send.call_args_list], receivers)
+            self.assertTrue(wait_for(lambda: not refused.untold))
+
+    def test_a_prefill_that_stays_mute_is_given_up(self):
+        refused, info = self.refuse(), prefill_check._placeholder()
+        receiver = open_receiver(self.decode, self.addr, 1)
+        with (
+            mock.patch.object(prefill_refusal, "ask", side_effect=OSError) as ask,
+            mock.patch.object(prefill_refusal, "_TELL_AGAIN_S", (0.01, 0.01)),
+        ):
+            prefill_refusal.tell(refused, info, [(receiver, 0)] * 5)
+            self.assertTrue(wait_for(lambda: not refused.untold))
+        self.assertEqual(ask.call_count, 3)
 
     def test_first_contact_is_waited_for_once(self):
         began = time.monotonic()
@@ -567,7 +638,7 @@ class TestMutePrefill(CustomTestCase):
         info.attn_tp_size = 10**9
         receiver = open_receiver(self.decode, self.addr, 1)
         with self.assertRaisesRegex(ValueError, "ranks"):
-            prefill_check._contacts(receiver, info.peer_refusal, 0)
+            prefill_refusal._contacts(receiver, info.peer_refusal, 0, info)
         self.assertEqual(self.asked, [])
 
     def test_background_work_is_bounded(self):
@@ -643,12 +714,16 @@ class TestRestartedPrefill(_WithServer):
     def restart(self, description=NATIVE, **registration):
         stop(self.server)
         self.server = serve(self.server.port)
-        self.prefill(description, **registration)
+        return self.prefill(description, **registration)
+
+    def has_failed(self, room):
+        return self.client.check_status(room) == KVPoll.Failed
 
     def assert_lost(self, *rooms):
+        """Upstream notes the reason first, then the status."""
         for room in rooms:
+            self.assertTrue(wait_for(functools.partial(self.has_failed, room)), room)
             self.assertIn("Lost connection", self.client.failure_records[room])
-            self.assertEqual(self.client.check_status(room), KVPoll.Failed)
 
     def assert_new(self):
         """What decode knows and keeps is of the new engine."""
@@ -734,7 +809,7 @@ class TestRestartedPrefill(_WithServer):
 
     def test_an_answer_that_comes_late_still_counts(self):
         self.begin(1)
-        self.restart()
+        new = self.restart()
         self.without_heartbeats()
         gate = threading.Event()
         real_ask = prefill_check.ask
@@ -748,11 +823,31 @@ class TestRestartedPrefill(_WithServer):
             mock.patch.object(prefill_check, "_PATIENCE_S", 0.05),
         ):
             self.begin(2)
-            self.assertNotIn(2, self.client.failure_records)
+            self.begin(3)  # not asked about again, and in doubt as well
+            self.assertEqual(self.client.failure_records, {})
             gate.set()
             records = self.client.failure_records
-            self.assertTrue(wait_for(lambda: records.keys() >= {1, 2}, 10))
+            self.assertTrue(wait_for(lambda: records.keys() >= {1, 2, 3}, 10))
+            for room in (2, 3):  # who may have asked the new prefill
+                self.assertTrue(new.server_socket.poll(5000), "prefill was not told")
+                tag, told, reason = new.server_socket.recv_multipart()
+                self.assertEqual((tag, told), (REFUSED_TAG, str(room).encode()))
+                self.assertIn(b"[PD-RESTARTED]", reason)
+            self.assertFalse(new.server_socket.poll(200), "more than the doubtful")
         self.assertIsNone(self.info())
+
+    def test_doubt_ends_when_the_same_one_answers(self):
+        self.without_heartbeats()
+        info = self.info()
+        with mock.patch.object(prefill_check, "_look", return_value=None):
+            self.client.peer_looks = {}
+            self.begin(1)
+        self.assertEqual(len(info.peer_doubted), 1)
+        info.peer_asked_next = 0.0
+        self.begin(2)
+        self.assertFalse(prefill_restart.take_doubted(info))
+        self.begin(3)
+        self.assertFalse(prefill_restart.take_doubted(info))
 
     def test_one_that_answers_once_and_no_more_is_refused(self):
         self.begin(1)
@@ -794,18 +889,20 @@ class TestRestartedPrefill(_WithServer):
             now.peer_description = before.peer_description
             now.dp_size, now.follow_bootstrap_room = 2, follows
 
-            def look(manager, address, info, now=now):
-                manager.prefill_info_table[address] = now
+            def look(receiver, dp_rank, info, now=now):
+                self.client.prefill_info_table[self.addr] = now
 
             with (
                 self.subTest(follows=follows),
                 mock.patch.object(prefill_check, "_look_again", look),
-                mock.patch.object(prefill_check, "_tell_prefill") as tell,
+                mock.patch.object(prefill_check, "tell") as tell,
             ):
-                self.assertTrue(prefill_check.refuse_request(self.waiting(room), 0))
-                self.assertTrue(wait_for(lambda tell=tell: tell.called))
-                _, refused, ranks = tell.call_args.args
-                self.assertEqual((ranks, refused.admits), (told, admits))
+                receiver = self.waiting(room)
+                self.assertTrue(prefill_check.refuse_request(receiver, 0))
+                refused, topology, requests = tell.call_args.args
+                self.assertIs(topology, now)
+                self.assertEqual(requests, [(receiver, rank) for rank in told])
+                self.assertEqual(refused.admits, admits)
                 reason = self.client.failure_records[room]
                 self.assertIn("[PD-RESTARTED]", reason)
                 self.assertIn("dp_size 2", reason)

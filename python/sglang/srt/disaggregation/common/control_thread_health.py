@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "sglang-dead-control-thread"
 _MAX_FLAG_BYTES = 4096
+_REMAINS = ("Z", "X", "x")  # states of a process that ended and was not reaped
 _MAX_REASON = 1024
 # A flag of a process that could not learn its server's port.
 _NO_PORT = 0
@@ -173,11 +174,13 @@ def _remove(path: str) -> None:
 
 
 def find_process(pid: int) -> Process | None:
-    """The process with this id; None when there is none."""
+    """The process with this id; None when there is none, or only its remains."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             # The second field is the program's name, which may hold anything.
             fields = file.read().rpartition(")")[2].split()
+        if fields[0] in _REMAINS:
+            return None
         return Process(pid, int(fields[19]), int(fields[1]))
     except (OSError, IndexError, ValueError):
         return None if os.path.exists("/proc/self/stat") else _ask_psutil(pid)
@@ -189,6 +192,8 @@ def _ask_psutil(pid: int) -> Process | None:
 
     try:
         process = psutil.Process(pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None
         return Process(pid, int(process.create_time()), process.ppid())
     except psutil.Error:
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Container
 
 
 class EarlyRooms:
@@ -62,12 +63,17 @@ class EarlyRooms:
             when, reason = self._verdicts.pop(room, (0.0, None))
         return reason if reason and now - when <= self._max_age_s else None
 
-    def metadata_without_request(self, room: int) -> list[int]:
-        """Note metadata of a room; returns rooms without sender to forget now."""
+    def metadata_without_request(self, room: int, senders: Container[int]) -> list[int]:
+        """Note metadata of a room; returns rooms without sender to forget now.
+
+        Args:
+            senders: rooms that have their sender; asked under the lock, so that a
+                sender that comes meanwhile finds the note and takes it back.
+        """
         now = time.monotonic()
         forget = []
         with self._lock:
-            if room not in self._opened:
+            if room not in senders:
                 self._unclaimed.setdefault(room, now)
             while self._unclaimed:
                 oldest, since = next(iter(self._unclaimed.items()))

@@ -210,7 +210,8 @@ def _admit_room(manager, message, envelope: Envelope) -> bool:
     if rejected is not None:
         fail_room(manager, envelope, rejected.reason, rejected.patched)
         return False
-    for old in early_rooms(manager).metadata_without_request(room):
+    senders = manager.request_status
+    for old in early_rooms(manager).metadata_without_request(room, senders):
         forget_room(manager, old)
     return True
 

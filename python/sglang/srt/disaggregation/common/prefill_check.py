@@ -18,17 +18,13 @@ import dataclasses
 import functools
 import json
 import logging
-import threading
 import time
 from typing import Any, NamedTuple
-
-import zmq
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.log_limits import may_say
 from sglang.srt.disaggregation.common.peer_agreement import (
     HEADER,
-    REFUSED_TAG,
     judge,
     own_description,
     say_once,
@@ -39,49 +35,24 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
     Description,
 )
 from sglang.srt.disaggregation.common.peer_background import Answer, ask, background
-from sglang.srt.disaggregation.common.prefill_restart import INSTANCE, is_due, saw
+from sglang.srt.disaggregation.common.prefill_refusal import MAX_RANKS, Refusal, tell
+from sglang.srt.disaggregation.common.prefill_restart import (
+    INSTANCE,
+    is_due,
+    note_doubt,
+    saw,
+    take_doubted,
+)
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 1.0
-_LOOK_AGAIN_MAX_S = 30.0
 # How long the scheduler waits for a prefill that it asks for the first time.
 _PATIENCE_S = 0.5
-_ANSWER_MAX_AGE_S = 5.0
+# Longer than the longest time between two looks at a refused prefill.
+_ANSWER_MAX_AGE_S = 35.0
+_FRESH_ANSWER_S = 5.0
 _MAX_LOOKS = 1024
 _MAX_DESCRIPTION_CHARS = 16384
-_CONTACTS_MAX_AGE_S = 5.0
-_MAX_RANKS = 256
-_MAX_REASON_BYTES = 2048
-# A prefill without this agreement drops an abort that comes before its request.
-_ABORT_AGAIN_S = (0.3, 1.0)
-_MAX_TIMERS = 512
-
-
-@dataclasses.dataclass
-class Refusal:
-    """Why decode will not work with one prefill, and whom to tell.
-
-    `admits` says that prefill understands a refusal; any other gets an abort.
-    `contacts` maps a DP rank to (when they were asked for, its ranks' addresses).
-    """
-
-    reason: str
-    since: float
-    admits: bool
-    look_again_s: float = _LOOK_AGAIN_S
-    contacts: dict[int, tuple[float, list[dict]]] = dataclasses.field(
-        default_factory=dict
-    )
-
-    @property
-    def is_stale(self) -> bool:
-        return time.monotonic() - self.since > self.look_again_s
-
-    def postpone(self) -> None:
-        """Nobody answered: keep the refusal, and ask less often."""
-        self.since = time.monotonic()
-        self.look_again_s = min(2 * self.look_again_s, _LOOK_AGAIN_MAX_S)
 
 
 class Prefill(NamedTuple):
@@ -182,27 +153,27 @@ def _disagreement(manager, bootstrap_addr, theirs) -> str | None:
 # -- asking ---------------------------------------------------------------------------
 
 
-def _look(
-    manager: Any, bootstrap_addr: str, *, patient: bool = False
-) -> Prefill | None:
+def _look(manager: Any, bootstrap_addr: str, *, afresh: bool = False) -> Prefill | None:
     """What a prefill says of itself; None while it is not known.
 
     A question is waited for a moment, because a prefill that is up answers in
-    milliseconds; not again after one that was not answered in time, unless `patient`.
-    A later call takes the answer that came in the meantime.
+    milliseconds; not again while one stays without an answer. A later call takes the
+    answer that came in the meantime.
+
+    Args:
+        afresh: wait in any case, and take no answer older than `_FRESH_ANSWER_S`.
     """
     looks = manager.__dict__.setdefault("peer_looks", {})
     slow = manager.__dict__.setdefault("peer_slow", set())
-    when, future = looks.pop(bootstrap_addr, (0.0, None))
+    future = looks.pop(bootstrap_addr, None)
+    if future is not None and _is_outdated(future, afresh):
+        slow.discard(bootstrap_addr)
+        future = None
     patience = 0.0
-    if future is None or time.monotonic() - when > _ANSWER_MAX_AGE_S:
-        when = time.monotonic()
-        hurries = bootstrap_addr in slow and not patient
-        patience = 0.0 if hurries else _PATIENCE_S
-        key = ("look", bootstrap_addr)
-        future = background.submit(
-            key, functools.partial(ask, bootstrap_addr, header=HEADER)
-        )
+    if future is None:
+        patience = 0.0 if bootstrap_addr in slow and not afresh else _PATIENCE_S
+        call = functools.partial(_ask_for_all, bootstrap_addr)
+        future = background.submit(("look", bootstrap_addr), call)
     if future is None:
         return None
     concurrent.futures.wait([future], timeout=patience)
@@ -210,7 +181,7 @@ def _look(
         for memory in (looks, slow):
             if len(memory) >= _MAX_LOOKS:
                 memory.clear()
-        looks[bootstrap_addr] = (when, future)
+        looks[bootstrap_addr] = future
         slow.add(bootstrap_addr)
         return None
     try:
@@ -223,8 +194,23 @@ def _look(
         return None
 
 
-def _prefill_from(answer: Answer) -> Prefill:
+def _ask_for_all(bootstrap_addr: str) -> tuple[float, Answer]:
+    """An answer and when it came."""
+    answer = ask(bootstrap_addr, header=HEADER)
+    return time.monotonic(), answer
+
+
+def _is_outdated(future: concurrent.futures.Future, afresh: bool) -> bool:
+    """Whether there is an answer that is too old to count."""
+    if not future.done() or future.exception() is not None:
+        return False
+    max_age_s = _FRESH_ANSWER_S if afresh else _ANSWER_MAX_AGE_S
+    return time.monotonic() - future.result()[0] > max_age_s
+
+
+def _prefill_from(timed: tuple[float, Answer]) -> Prefill:
     """Raises what a wrong type in a topology raises."""
+    _, answer = timed
     from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
     known = {field.name for field in dataclasses.fields(PrefillServerInfo)}
@@ -266,7 +252,7 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
     manager, bootstrap_addr = receiver.kv_mgr, receiver.bootstrap_addr
     before = manager.prefill_info_table.get(bootstrap_addr)
     try:
-        _look_again(manager, bootstrap_addr, before)
+        _look_again(receiver, prefill_dp_rank, before)
     except Exception as error:
         if may_say(manager, f"look {bootstrap_addr}"):
             logger.error("Prefill %s was not looked at: %r", bootstrap_addr, error)
@@ -280,41 +266,52 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
     manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
     receiver.conclude_state = KVPoll.Failed
     receiver.abort_notified = True
-    telling = background.submit(
-        ("tell", bootstrap_addr),
-        functools.partial(_tell_prefill, receiver, refused, dp_ranks),
-    )
-    if telling is None and may_say(manager, "not told"):
-        logger.warning(
-            "Prefill %s is not told about a refused request: too much to do",
-            bootstrap_addr,
-        )
+    tell(refused, now, [(receiver, dp_rank) for dp_rank in dp_ranks])
     return True
 
 
-def _look_again(manager: Any, bootstrap_addr: str, info: Any) -> None:
+def _look_again(receiver: Any, dp_rank: int, info: Any) -> None:
     """Make contact anew with a prefill that was refused, or restarted, a while ago."""
+    manager, bootstrap_addr = receiver.kv_mgr, receiver.bootstrap_addr
     refused = getattr(info, "peer_refusal", None)
     if refused is not None and refused.is_stale:
         ensure_prefill(manager, bootstrap_addr)
     elif is_due(info):
-        prefill = _look(manager, bootstrap_addr, patient=True)
+        prefill = _look(manager, bootstrap_addr, afresh=True)
         if prefill is None:
+            note_doubt(info, (receiver, dp_rank))
             _compare_later(manager, bootstrap_addr, info)
         elif _is_another(manager, bootstrap_addr, info, prefill):
-            ensure_prefill(manager, bootstrap_addr, prefill)
-            if bootstrap_addr not in manager.prefill_info_table:
-                reason = (
-                    f"[PD-RESTARTED] prefill {bootstrap_addr} was restarted and does "
-                    "not answer any more; send the request again"
-                )
-                admits = bool(prefill.description.get("admits"))
-                _refuse(manager, bootstrap_addr, prefill.info, reason, admits)
+            _contact_anew(manager, bootstrap_addr, prefill)
+    else:
+        note_doubt(info, (receiver, dp_rank))
+
+
+def _contact_anew(manager: Any, bootstrap_addr: str, prefill: Prefill) -> None:
+    ensure_prefill(manager, bootstrap_addr, prefill)
+    if bootstrap_addr not in manager.prefill_info_table:
+        refused = _restarted(bootstrap_addr, prefill, "does not answer any more")
+        _refuse(manager, bootstrap_addr, prefill.info, refused.reason, refused.admits)
+
+
+def _restarted(bootstrap_addr: str, prefill: Prefill, what: str) -> Refusal:
+    reason = (
+        f"[PD-RESTARTED] prefill {bootstrap_addr} was restarted and {what}; send the "
+        "request again"
+    )
+    admits = bool(prefill.description.get("admits"))
+    return Refusal(reason, time.monotonic(), admits)
 
 
 def _is_another(manager, bootstrap_addr, info, prefill: Prefill) -> bool:
+    """Whether another instance answers; then those that went on in doubt are told."""
+    doubtful = take_doubted(info)
     instance = prefill.description.get(INSTANCE)
-    return saw(manager, bootstrap_addr, info, instance)
+    if not saw(manager, bootstrap_addr, info, instance):
+        return False
+    refused = _restarted(bootstrap_addr, prefill, "did not get this request's metadata")
+    tell(refused, prefill.info, doubtful)
+    return True
 
 
 def _compare_later(manager: Any, bootstrap_addr: str, info: Any) -> None:
@@ -326,7 +323,7 @@ def _compare_later(manager: Any, bootstrap_addr: str, info: Any) -> None:
         except Exception as error:
             logger.debug("Prefill %s gave no answer: %r", bootstrap_addr, error)
 
-    _, future = manager.peer_looks.get(bootstrap_addr, (0.0, None))
+    future = manager.peer_looks.get(bootstrap_addr)
     if future is not None:
         future.add_done_callback(compare)
 
@@ -341,78 +338,7 @@ def _moved(receiver: Any, info: Any) -> tuple[Refusal, list[int]]:
         )
         theirs = getattr(info, "peer_description", None) or {}
         refused = Refusal(reason, time.monotonic(), admits=bool(theirs.get("admits")))
-    ranks = range(min(info.dp_size, _MAX_RANKS))
+    ranks = range(min(info.dp_size, MAX_RANKS))
     if info.follow_bootstrap_room and ranks:
         return refused, [receiver.bootstrap_room % len(ranks)]
     return refused, list(ranks)
-
-
-def _tell_prefill(receiver: Any, refused: Refusal, dp_ranks: list[int]) -> None:
-    try:
-        for dp_rank in dp_ranks:
-            contacts = _contacts(receiver, refused, dp_rank)
-            _send_refusal(receiver, refused, contacts)
-    except Exception as error:
-        if may_say(receiver.kv_mgr, f"tell {receiver.bootstrap_addr}"):
-            logger.warning(
-                "Prefill %s was not told about a refused request: %r",
-                receiver.bootstrap_addr,
-                error,
-            )
-
-
-def _contacts(receiver: Any, refused: Refusal, dp_rank: int) -> list[dict]:
-    """Every rank of the prefill that may hold the request.
-
-    Asked for again after a while: a restarted prefill has other ports.
-
-    Raises:
-        ValueError: more ranks than an engine has, or an answer that names no rank.
-    """
-    when, contacts = refused.contacts.get(dp_rank, (0.0, []))
-    if when and time.monotonic() - when <= _CONTACTS_MAX_AGE_S:
-        if not contacts:
-            raise ValueError("it did not answer a moment ago")
-        return contacts
-    refused.contacts[dp_rank] = (time.monotonic(), [])
-    info = receiver.kv_mgr.prefill_info_table[receiver.bootstrap_addr]
-    sizes = (info.attn_cp_size, info.attn_tp_size, info.pp_size)
-    if not 0 < sizes[0] * sizes[1] * sizes[2] <= _MAX_RANKS:
-        raise ValueError(f"a prefill of {sizes} ranks")
-    contacts = []
-    for cp in range(sizes[0]):
-        for tp in range(sizes[1]):
-            for pp in range(sizes[2]):
-                body = ask(receiver.bootstrap_addr, (dp_rank, cp, tp, pp)).body
-                address = {k: body.get(k) for k in ("rank_ip", "rank_port")}
-                if None in address.values():
-                    raise ValueError(f"no address in {body}")
-                contacts.append(address)
-    refused.contacts[dp_rank] = (time.monotonic(), contacts)
-    return contacts
-
-
-def _send_refusal(receiver: Any, refused: Refusal, contacts: list[dict]) -> None:
-    room = str(receiver.bootstrap_room).encode("ascii")
-    if refused.admits:
-        reason = refused.reason.encode("utf-8")[:_MAX_REASON_BYTES]
-        _send_to(receiver, contacts, [REFUSED_TAG, room, reason])
-        return
-    _send_to(receiver, contacts, [b"ABORT", room])
-    if sum(isinstance(t, threading.Timer) for t in threading.enumerate()) < _MAX_TIMERS:
-        for delay in _ABORT_AGAIN_S:
-            timer = threading.Timer(
-                delay, _send_to, (receiver, contacts, [b"ABORT", room])
-            )
-            timer.daemon = True
-            timer.start()
-
-
-def _send_to(receiver: Any, contacts: list[dict], message: list[bytes]) -> None:
-    for contact in contacts:
-        sock, lock = receiver._connect_to_bootstrap_server(contact)
-        try:
-            with lock:
-                sock.send_multipart(message, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("Prefill rank %s was not told: %s", contact, error)

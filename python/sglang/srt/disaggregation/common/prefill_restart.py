@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -32,6 +33,7 @@ INSTANCE_HEADER = "X-SGLang-Bootstrap-Instance"
 FRESH_S = 6.0
 _ASK_AGAIN_S = 1.0
 _ASK_AGAIN_MAX_S = 30.0
+_MAX_DOUBTED = 1024
 
 # The heartbeat and the scheduler may notice the same restart.
 _forgetting = threading.Lock()
@@ -75,6 +77,18 @@ def is_due(info: Any) -> bool:
     return True
 
 
+def note_doubt(info: Any, request: Any) -> None:
+    """Remember a request that goes on although its prefill was asked and was mute."""
+    if getattr(info, "peer_asked_next", 0.0):
+        requests = info.__dict__.setdefault("peer_doubted", deque(maxlen=_MAX_DOUBTED))
+        requests.append(request)
+
+
+def take_doubted(info: Any) -> list[Any]:
+    """The requests that went on in doubt and have not turned out well since, once."""
+    return list(info.__dict__.pop("peer_doubted", ()))
+
+
 def saw(
     manager: Any,
     bootstrap_addr: str,
@@ -93,6 +107,7 @@ def saw(
     if instance == _known(info):
         info.peer_seen = time.monotonic()
         info.peer_asked_next, info.peer_ask_again_s = 0.0, _ASK_AGAIN_S
+        info.__dict__.pop("peer_doubted", None)
         return False
     with _forgetting:
         if manager.prefill_info_table.get(bootstrap_addr) is info:
