@@ -561,6 +561,7 @@ class TestMutePrefill(CustomTestCase):
 
         def ask(*args, **kwargs):
             gate.wait(10)
+            time.sleep(0.05)  # no answer is there at once
             return answer
 
         refused = self.refuse()
@@ -797,15 +798,19 @@ class TestRestartedPrefill(_WithServer):
     def test_a_request_that_begins_meanwhile_is_not_forgotten(self):
         """It may have taken the old one's ports before they were dropped."""
         self.waiting(1)
+        ended = self.waiting(2)
         handle = self.client._handle_node_failure
 
         def begun(address):
             self.client.required_prefill_response_num_table[1] = 1
+            ended.clear()
             handle(address)
 
         self.client._handle_node_failure = begun
         prefill_restart.saw(self.client, self.addr, self.info(), "other")
         self.assertEqual(self.client.check_status(1), KVPoll.Failed)
+        self.assertEqual(self.client.failure_records.keys(), {1})
+        self.assertEqual(self.client.addr_to_rooms_tracker[self.addr], set())
 
     def test_an_answer_that_comes_late_still_counts(self):
         self.begin(1)
@@ -843,7 +848,9 @@ class TestRestartedPrefill(_WithServer):
             self.client.peer_looks = {}
             self.begin(1)
         self.assertEqual(len(info.peer_doubted), 1)
-        info.peer_asked_next = 0.0
+        instance = {prefill_restart.INSTANCE_HEADER: self.server.peer_instance}
+        answer = SimpleNamespace(headers=instance)
+        prefill_restart.heed_heartbeat(self.client, self.addr, answer)
         self.begin(2)
         self.assertFalse(prefill_restart.take_doubted(info))
         self.begin(3)
