@@ -190,7 +190,7 @@ def wide_pair(bed: Bed) -> Iterator[list[Engine]]:
     Prefill starts before decode has reserved a slot, and is made to throw away every
     second first attempt, whose tokens are then in its cache.
     """
-    args = {"max-total-tokens": 1024, "num-reserved-decode-tokens": 8}
+    args = {"max-total-tokens": 640, "num-reserved-decode-tokens": 8}
     retried = {**CAPTURE, "SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
     early = {"optimistic-prefill-attempts": 2}
     engines = bed.start(
