@@ -19,6 +19,7 @@ import threading
 import time
 import unittest
 from collections import defaultdict
+from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest import mock
 
@@ -577,8 +578,7 @@ class TestMutePrefill(CustomTestCase):
             [future] = self.decode.peer_looks.values()
             gate.set()
             future.result(5)
-            with mock.patch.object(prefill_check, "_ANSWER_MAX_AGE_S", -1.0):
-                looked = prefill_check._look(self.decode, self.addr)
+            looked = prefill_check._look(self.decode, self.addr, max_age_s=-1.0)
             self.assertIsNotNone(looked, "too old, and not waited for a new one")
         self.assertEqual(refused.reason, "no")
 
@@ -604,10 +604,54 @@ class TestMutePrefill(CustomTestCase):
         with (
             mock.patch.object(prefill_refusal, "ask", side_effect=OSError) as ask,
             mock.patch.object(prefill_refusal, "_TELL_AGAIN_S", (0.01, 0.01)),
+            self.assertLogs(prefill_refusal.logger, "WARNING") as logs,
         ):
             prefill_refusal.tell(refused, info, [(receiver, 0)] * 5)
-            self.assertTrue(wait_for(lambda: not refused.untold))
-        self.assertEqual(ask.call_count, 3)
+            self.assertTrue(wait_for(lambda: logs.output))
+            self.assertEqual(ask.call_count, 3)
+        self.assertIn("not told about 5 refused request(s)", logs.output[0])
+
+    def test_a_request_of_a_rank_that_is_not_there_holds_up_no_other(self):
+        """Its rank may come from the client."""
+        refused, info = self.refuse(), prefill_check._placeholder()
+        receivers = [open_receiver(self.decode, self.addr, room) for room in range(3)]
+
+        def ask(address, ranks):
+            if ranks[0] == 99:
+                raise ValueError("status 404")
+            return peer_background.Answer(None, {"rank_ip": "a", "rank_port": 1})
+
+        with (
+            mock.patch.object(prefill_refusal, "ask", ask),
+            mock.patch.object(prefill_refusal, "_send_refusal") as send,
+        ):
+            requests = list(zip(receivers, [0, 99, 0], strict=True))
+            prefill_refusal.tell(refused, info, requests)
+            self.assertTrue(wait_for(lambda: send.call_count == 2))
+            told = [call.args[0] for call in send.call_args_list]
+            self.assertEqual(told, [receivers[0], receivers[2]])
+
+    def test_many_mute_ones_are_waited_for_once(self):
+        began = time.monotonic()
+        for _ in range(4):
+            look = prefill_check._look(self.decode, self.addr, again=True)
+            self.assertIsNone(look)
+            self.decode.peer_looks.clear()
+        waited = time.monotonic() - began
+        self.assertLess(waited, 2 * prefill_check._PATIENCE_S)
+        self.assertGreaterEqual(waited, prefill_check._PATIENCE_S)
+
+    def test_a_failure_does_not_count_for_a_later_question(self):
+        failed = Future()
+        failed.set_exception(OSError("mute then"))
+        self.decode.peer_looks = {self.addr: failed}
+        answer = peer_background.Answer(None, TOPOLOGY)
+        with (
+            mock.patch.object(prefill_check, "ask", return_value=answer),
+            mock.patch.object(prefill_check, "_PATIENCE_S", 10.0),
+        ):
+            look = prefill_check._look(self.decode, self.addr, again=True)
+            self.assertIsNotNone(look)
 
     def test_first_contact_is_waited_for_once(self):
         began = time.monotonic()
@@ -734,6 +778,11 @@ class TestRestartedPrefill(_WithServer):
             self.client.connection_pool, {}, "the old one's ports are kept"
         )
 
+    def saw(self, info, instance):
+        return prefill_restart.saw(
+            self.client, self.addr, info, instance, spare_waiting=True
+        )
+
     def keep_ports(self):
         self.client.connection_pool[f"{self.addr}_0_0_0"] = []
 
@@ -807,7 +856,7 @@ class TestRestartedPrefill(_WithServer):
             handle(address)
 
         self.client._handle_node_failure = begun
-        prefill_restart.saw(self.client, self.addr, self.info(), "other")
+        self.saw(self.info(), "other")
         self.assertEqual(self.client.check_status(1), KVPoll.Failed)
         self.assertEqual(self.client.failure_records.keys(), {1})
         self.assertEqual(self.client.addr_to_rooms_tracker[self.addr], set())
@@ -833,7 +882,7 @@ class TestRestartedPrefill(_WithServer):
             gate.set()
             records = self.client.failure_records
             self.assertTrue(wait_for(lambda: records.keys() >= {1, 2, 3}, 10))
-            for room in (2, 3):  # who may have asked the new prefill
+            for room in (2, 3):  # which may have asked the new prefill
                 self.assertTrue(new.server_socket.poll(5000), "prefill was not told")
                 tag, told, reason = new.server_socket.recv_multipart()
                 self.assertEqual((tag, told), (REFUSED_TAG, str(room).encode()))
@@ -850,11 +899,62 @@ class TestRestartedPrefill(_WithServer):
         self.assertEqual(len(info.peer_doubted), 1)
         instance = {prefill_restart.INSTANCE_HEADER: self.server.peer_instance}
         answer = SimpleNamespace(headers=instance)
-        prefill_restart.heed_heartbeat(self.client, self.addr, answer)
+        prefill_check.heed_heartbeat(self.client, self.addr, answer)
         self.begin(2)
         self.assertFalse(prefill_restart.take_doubted(info))
         self.begin(3)
         self.assertFalse(prefill_restart.take_doubted(info))
+
+    def test_the_doubtful_are_told_when_a_heartbeat_notices(self):
+        self.begin(1)
+        info = self.info()
+        with mock.patch.object(prefill_check, "_look", return_value=None):
+            self.without_heartbeats()
+            self.client.peer_looks = {}
+            self.begin(2)
+        self.waiting(3)
+        for unseen_s, spared in ((100.0, True), (0.0, False)):
+            info.peer_seen = time.monotonic() - unseen_s
+            self.client.prefill_info_table[self.addr] = info
+            headers = {prefill_restart.INSTANCE_HEADER: f"other {spared}"}
+            answer = SimpleNamespace(headers=headers)
+            with (
+                mock.patch.object(prefill_restart, "FRESH_S", 6.0),
+                mock.patch.object(prefill_check, "FRESH_S", 6.0),
+                mock.patch.object(prefill_check, "tell") as tell,
+            ):
+                prefill_check.heed_heartbeat(self.client, self.addr, answer)
+            refused, _, requests = tell.call_args.args
+            rooms = [(receiver.bootstrap_room, rank) for receiver, rank in requests]
+            self.assertEqual(rooms, [(2, 0)] if spared else [])
+            self.assertTrue(refused.admits)
+            self.assertEqual(3 in self.client.failure_records, not spared)
+
+    def test_first_contact_takes_no_answer_of_a_former_engine(self):
+        late = prefill_check._ask_for_all(self.addr)
+        self.restart({**NATIVE, "page_size": 16}, page_size=16)
+        future = Future()
+        future.set_result((late[0] - prefill_check._FRESH_ANSWER_S - 1, late[1]))
+        self.client.peer_looks = {self.addr: future}
+        self.client.prefill_info_table.clear()
+        self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
+        refused = prefill_check.refusal_of(self.client, self.addr)
+        self.assertIn("[PD-PAGE-SIZE]", refused.reason)
+
+    def test_one_that_is_lost_while_it_is_contacted_is_not_refused(self):
+        self.client.prefill_info_table.clear()
+        original = type(self.client).try_ensure_parallel_info
+
+        def lost(address):
+            if not self.client.__dict__.get("peer_check_is_on"):
+                return original(self.client, address)
+            original(self.client, address)
+            self.client.prefill_info_table.clear()
+            return True
+
+        self.client.try_ensure_parallel_info = lost
+        lost(self.addr)
+        self.assertIsNone(prefill_check.refusal_of(self.client, self.addr))
 
     def test_one_that_answers_once_and_no_more_is_refused(self):
         self.begin(1)
@@ -929,7 +1029,7 @@ class TestRestartedPrefill(_WithServer):
     def test_a_health_answer_that_names_no_instance_says_nothing(self):
         self.begin(1)
         silent = SimpleNamespace(headers={})
-        prefill_restart.heed_heartbeat(self.client, self.addr, silent)
+        prefill_check.heed_heartbeat(self.client, self.addr, silent)
         self.assertIsNotNone(self.info())
         self.assertNotIn(1, self.client.failure_records)
 
@@ -947,16 +1047,16 @@ class TestRestartedPrefill(_WithServer):
         refused = self.info()
         self.assertIsNotNone(refused.peer_refusal)
         other = SimpleNamespace(headers={prefill_restart.INSTANCE_HEADER: "other"})
-        prefill_restart.heed_heartbeat(self.client, self.addr, other)
+        prefill_check.heed_heartbeat(self.client, self.addr, other)
         self.assertIs(self.info(), refused)
 
     def test_both_that_notice_it_forget_it_once(self):
         info = self.info()
         self.begin(1)
-        self.assertTrue(prefill_restart.saw(self.client, self.addr, info, "new"))
+        self.assertTrue(self.saw(info, "new"))
         self.assertTrue(self.client.try_ensure_parallel_info(self.addr))
         self.begin(2)
-        self.assertTrue(prefill_restart.saw(self.client, self.addr, info, "new"))
+        self.assertTrue(self.saw(info, "new"))
         self.assert_lost(1)
         self.assertNotIn(2, self.client.failure_records)
 
@@ -988,7 +1088,7 @@ class TestRestartedPrefill(_WithServer):
                 if prefill_restart.is_due(info):
                     asked.append(now - 100)
             self.assertEqual(asked, [0, 1, 3, 7, 15, 31, 61, 91])
-            prefill_restart.saw(None, "", info, "a")
+            prefill_restart.saw(None, "", info, "a", spare_waiting=True)
             clock.return_value = now + 5.0
             self.assertFalse(prefill_restart.is_due(info))
             clock.return_value = now + 32.0

@@ -37,8 +37,11 @@ from sglang.srt.disaggregation.common.peer_agreement_table import (
 from sglang.srt.disaggregation.common.peer_background import Answer, ask, background
 from sglang.srt.disaggregation.common.prefill_refusal import MAX_RANKS, Refusal, tell
 from sglang.srt.disaggregation.common.prefill_restart import (
+    FRESH_S,
     INSTANCE,
+    INSTANCE_HEADER,
     is_due,
+    known_instance,
     note_doubt,
     saw,
     take_doubted,
@@ -51,6 +54,7 @@ _PATIENCE_S = 0.5
 # Longer than the longest time between two looks at a refused prefill.
 _ANSWER_MAX_AGE_S = 35.0
 _FRESH_ANSWER_S = 5.0
+_WAIT_AGAIN_S = 5.0
 _MAX_LOOKS = 1024
 _MAX_DESCRIPTION_CHARS = 16384
 
@@ -96,7 +100,8 @@ def _ensure_prefill(manager: Any, bootstrap_addr: str, prefill: Prefill | None) 
     refused = refusal_of(manager, bootstrap_addr)
     if bootstrap_addr in table and (refused is None or not refused.is_stale):
         return True
-    prefill = prefill or _look(manager, bootstrap_addr)
+    max_age_s = _FRESH_ANSWER_S if refused is None else _ANSWER_MAX_AGE_S
+    prefill = prefill or _look(manager, bootstrap_addr, max_age_s)
     if prefill is None:
         if refused is not None:
             refused.postpone()
@@ -108,10 +113,11 @@ def _ensure_prefill(manager: Any, bootstrap_addr: str, prefill: Prefill | None) 
         manager.peer_check_is_on = True
         try:
             known = manager.try_ensure_parallel_info(bootstrap_addr)
-            if bootstrap_addr in table:
-                table[bootstrap_addr].peer_seen = time.monotonic()
+            accepted = table.get(bootstrap_addr)
+            if accepted is not None:
+                accepted.peer_seen = time.monotonic()
                 # Decode asks it per request whether draft KV comes with the target's.
-                table[bootstrap_addr].peer_description = theirs
+                accepted.peer_description = theirs
             return known
         except Exception as error:
             reason = f"[PD-UPSTREAM] {error}"
@@ -153,7 +159,13 @@ def _disagreement(manager, bootstrap_addr, theirs) -> str | None:
 # -- asking ---------------------------------------------------------------------------
 
 
-def _look(manager: Any, bootstrap_addr: str, *, afresh: bool = False) -> Prefill | None:
+def _look(
+    manager: Any,
+    bootstrap_addr: str,
+    max_age_s: float = _FRESH_ANSWER_S,
+    *,
+    again: bool = False,
+) -> Prefill | None:
     """What a prefill says of itself; None while it is not known.
 
     A question is waited for a moment, because a prefill that is up answers in
@@ -161,17 +173,20 @@ def _look(manager: Any, bootstrap_addr: str, *, afresh: bool = False) -> Prefill
     answer that came in the meantime.
 
     Args:
-        afresh: wait in any case, and take no answer older than `_FRESH_ANSWER_S`.
+        max_age_s: an older answer does not count.
+        again: the prefill answered before. No earlier failure counts, and it is waited
+            for unless any prefill was waited for in vain a moment ago.
     """
     looks = manager.__dict__.setdefault("peer_looks", {})
     slow = manager.__dict__.setdefault("peer_slow", set())
     future = looks.pop(bootstrap_addr, None)
-    if future is not None and _is_outdated(future, afresh):
+    if future is not None and _is_outdated(future, max_age_s, again):
         slow.discard(bootstrap_addr)
         future = None
     patience = 0.0
     if future is None:
-        patience = 0.0 if bootstrap_addr in slow and not afresh else _PATIENCE_S
+        hurried = _hurried(manager) if again else bootstrap_addr in slow
+        patience = 0.0 if hurried else _PATIENCE_S
         call = functools.partial(_ask_for_all, bootstrap_addr)
         future = background.submit(("look", bootstrap_addr), call)
     if future is None:
@@ -183,6 +198,8 @@ def _look(manager: Any, bootstrap_addr: str, *, afresh: bool = False) -> Prefill
                 memory.clear()
         looks[bootstrap_addr] = future
         slow.add(bootstrap_addr)
+        if patience:
+            manager.peer_waited_in_vain = time.monotonic()
         return None
     try:
         prefill = _prefill_from(future.result())
@@ -200,12 +217,21 @@ def _ask_for_all(bootstrap_addr: str) -> tuple[float, Answer]:
     return time.monotonic(), answer
 
 
-def _is_outdated(future: concurrent.futures.Future, afresh: bool) -> bool:
-    """Whether there is an answer that is too old to count."""
-    if not future.done() or future.exception() is not None:
+def _is_outdated(
+    future: concurrent.futures.Future, max_age_s: float, again: bool
+) -> bool:
+    """Whether there is an answer, or a failure, that does not count any more."""
+    if not future.done():
         return False
-    max_age_s = _FRESH_ANSWER_S if afresh else _ANSWER_MAX_AGE_S
+    if future.exception() is not None:
+        return again
     return time.monotonic() - future.result()[0] > max_age_s
+
+
+def _hurried(manager: Any) -> bool:
+    """Many prefills may be mute at once, and the scheduler serves the others."""
+    waited = manager.__dict__.get("peer_waited_in_vain")
+    return waited is not None and time.monotonic() - waited < _WAIT_AGAIN_S
 
 
 def _prefill_from(timed: tuple[float, Answer]) -> Prefill:
@@ -256,16 +282,20 @@ def refuse_request(receiver: Any, prefill_dp_rank: int) -> bool:
     except Exception as error:
         if may_say(manager, f"look {bootstrap_addr}"):
             logger.error("Prefill %s was not looked at: %r", bootstrap_addr, error)
-    refused, dp_ranks = refusal_of(manager, bootstrap_addr), [prefill_dp_rank]
     now = manager.prefill_info_table.get(bootstrap_addr)
-    if None not in (before, now) and before.dp_size != now.dp_size:
-        refused, dp_ranks = _moved(receiver, now)
+    refused = getattr(now, "peer_refusal", None)
+    moved = None not in (before, now) and before.dp_size != now.dp_size
+    if refused is None and moved:
+        theirs = getattr(now, "peer_description", None) or {}
+        what = f"has dp_size {now.dp_size} now"
+        refused = _restarted(bootstrap_addr, Prefill(now, theirs), what)
     if refused is None:
         return False
     manager.record_failure(receiver.bootstrap_room, refused.reason)
     manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
     receiver.conclude_state = KVPoll.Failed
     receiver.abort_notified = True
+    dp_ranks = _ranks_now(receiver, prefill_dp_rank, before or now, now)
     tell(refused, now, [(receiver, dp_rank) for dp_rank in dp_ranks])
     return True
 
@@ -277,7 +307,7 @@ def _look_again(receiver: Any, dp_rank: int, info: Any) -> None:
     if refused is not None and refused.is_stale:
         ensure_prefill(manager, bootstrap_addr)
     elif is_due(info):
-        prefill = _look(manager, bootstrap_addr, afresh=True)
+        prefill = _look(manager, bootstrap_addr, again=True)
         if prefill is None:
             note_doubt(info, (receiver, dp_rank))
             _compare_later(manager, bootstrap_addr, info)
@@ -305,13 +335,31 @@ def _restarted(bootstrap_addr: str, prefill: Prefill, what: str) -> Refusal:
 
 def _is_another(manager, bootstrap_addr, info, prefill: Prefill) -> bool:
     """Whether another instance answers; then those that went on in doubt are told."""
-    doubtful = take_doubted(info)
     instance = prefill.description.get(INSTANCE)
-    if not saw(manager, bootstrap_addr, info, instance):
+    if not saw(manager, bootstrap_addr, info, instance, spare_waiting=True):
         return False
-    refused = _restarted(bootstrap_addr, prefill, "did not get this request's metadata")
-    tell(refused, prefill.info, doubtful)
+    _tell_doubted(bootstrap_addr, info, prefill)
     return True
+
+
+def _tell_doubted(bootstrap_addr: str, info: Any, prefill: Prefill) -> None:
+    refused = _restarted(bootstrap_addr, prefill, "did not get this request's metadata")
+    requests = [
+        (receiver, rank)
+        for receiver, dp_rank in take_doubted(info)
+        for rank in _ranks_now(receiver, dp_rank, info, prefill.info)
+    ]
+    tell(refused, prefill.info, requests)
+
+
+def _ranks_now(receiver: Any, dp_rank: int, before: Any, now: Any) -> list[int]:
+    """DP ranks of a prefill that may hold a request, which `before` had as `dp_rank`."""
+    if before.dp_size == now.dp_size:
+        return [dp_rank]
+    ranks = range(min(now.dp_size, MAX_RANKS))
+    if now.follow_bootstrap_room and ranks:
+        return [receiver.bootstrap_room % len(ranks)]
+    return list(ranks)
 
 
 def _compare_later(manager: Any, bootstrap_addr: str, info: Any) -> None:
@@ -328,17 +376,19 @@ def _compare_later(manager: Any, bootstrap_addr: str, info: Any) -> None:
         future.add_done_callback(compare)
 
 
-def _moved(receiver: Any, info: Any) -> tuple[Refusal, list[int]]:
-    """The caller chose one of the DP ranks that were; refuse, and whom to tell."""
-    refused = refusal_of(receiver.kv_mgr, receiver.bootstrap_addr)
-    if refused is None:
-        reason = (
-            f"[PD-RESTARTED] prefill {receiver.bootstrap_addr} came back with dp_size "
-            f"{info.dp_size}; send the request again"
-        )
-        theirs = getattr(info, "peer_description", None) or {}
-        refused = Refusal(reason, time.monotonic(), admits=bool(theirs.get("admits")))
-    ranks = range(min(info.dp_size, MAX_RANKS))
-    if info.follow_bootstrap_room and ranks:
-        return refused, [receiver.bootstrap_room % len(ranks)]
-    return refused, list(ranks)
+def heed_heartbeat(manager: Any, bootstrap_addr: str, response: Any) -> None:
+    """Compare the instance in a health answer with the one decode works with.
+
+    Args:
+        manager: decode's KV manager.
+        response: a successful answer (``requests.Response``) of the bootstrap server;
+            one that names no instance says nothing.
+    """
+    info = manager.prefill_info_table.get(bootstrap_addr)
+    instance = response.headers.get(INSTANCE_HEADER)
+    if instance is None or not known_instance(info):
+        return
+    # Seen lately, its engine is still loading: what waits was sent to the old one, too.
+    unseen = time.monotonic() - info.peer_seen > 2 * FRESH_S
+    if saw(manager, bootstrap_addr, info, instance, spare_waiting=unseen):
+        _tell_doubted(bootstrap_addr, info, Prefill(info, info.peer_description))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import http.client
 import logging
 import threading
 import time
@@ -87,38 +88,34 @@ def tell(refused: Refusal, info: Any, requests: list[tuple[Any, int]]) -> None:
 
 
 def _tell_all(refused: Refusal, info: Any) -> None:
-    for pause_s in (*_TELL_AGAIN_S, None):
+    """What is noted until now; later requests have a job of their own."""
+    batch = [refused.untold.popleft() for _ in range(len(refused.untold))]
+    for pause_s in (0.0, *_TELL_AGAIN_S):
+        time.sleep(pause_s)
         try:
-            while refused.untold:
-                _tell_next(refused, info)
+            while batch:
+                _tell_one(refused, info, *batch[0])
+                batch.pop(0)
             return
-        except Exception as error:
-            if pause_s is None:
-                _give_up(refused, error)
-            else:
-                time.sleep(pause_s)
+        except (OSError, http.client.HTTPException) as error:
+            mute = error
+    _say_untold(batch[0][0], f"{len(batch)} refused request(s)", mute)
 
 
-def _tell_next(refused: Refusal, info: Any) -> None:
-    receiver, dp_rank = request = refused.untold.popleft()
+def _tell_one(refused: Refusal, info: Any, receiver: Any, dp_rank: int) -> None:
+    """Raises what a prefill without an answer raises; for another error it is no use."""
     try:
         _send_refusal(receiver, refused, _contacts(receiver, refused, dp_rank, info))
-    except Exception:
-        refused.untold.appendleft(request)
+    except (OSError, http.client.HTTPException):
         raise
+    except Exception as error:
+        _say_untold(receiver, f"a refused request of DP rank {dp_rank}", error)
 
 
-def _give_up(refused: Refusal, error: Exception) -> None:
-    receiver, _ = refused.untold[0]
-    count = len(refused.untold)
-    refused.untold.clear()
-    if may_say(receiver.kv_mgr, f"tell {receiver.bootstrap_addr}"):
-        logger.warning(
-            "Prefill %s was not told about %d refused request(s): %r",
-            receiver.bootstrap_addr,
-            count,
-            error,
-        )
+def _say_untold(receiver: Any, what: str, error: Exception) -> None:
+    address = receiver.bootstrap_addr
+    if may_say(receiver.kv_mgr, f"tell {address}"):
+        logger.warning("Prefill %s was not told about %s: %r", address, what, error)
 
 
 def _contacts(receiver: Any, refused: Refusal, dp_rank: int, info: Any) -> list[dict]:

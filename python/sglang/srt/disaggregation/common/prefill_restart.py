@@ -6,10 +6,11 @@ ports that nobody listens on, and each request would wait for its timeout.
 
 Life cycle: a bootstrap server draws an instance when it is made, and names it in its
 health answers and in prefill's description. Decode keeps the description of an accepted
-prefill. Each heartbeat compares (`heed_heartbeat`). An engine takes longer to start than
-a heartbeat to come round; where heartbeats are rarer, or were missed, a request to a
-prefill that was not seen for `FRESH_S` seconds asks before it goes on (`is_due`, `saw`).
-Another instance is a lost prefill: upstream's own handling fails the requests it held.
+prefill. Each heartbeat compares (`prefill_check.heed_heartbeat`). An engine takes longer
+to start than a heartbeat to come round; where heartbeats are rarer, or were missed, a
+request to a prefill that was not seen for `FRESH_S` seconds asks before it goes on
+(`is_due`, `saw`). Another instance is a lost prefill: upstream's own handling fails the
+requests it held.
 
 A prefill without a description is left to upstream.
 """
@@ -44,29 +45,12 @@ def new_instance() -> str:
     return uuid.uuid4().hex
 
 
-def heed_heartbeat(manager: Any, bootstrap_addr: str, response: Any) -> None:
-    """Compare the instance in a health answer with the one decode works with.
-
-    Its engine is still loading, so requests that have not begun were sent to the old one
-    as well.
-
-    Args:
-        manager: decode's KV manager.
-        response: a successful answer (``requests.Response``) of the bootstrap server;
-            one that names no instance says nothing.
-    """
-    info = manager.prefill_info_table.get(bootstrap_addr)
-    instance = response.headers.get(INSTANCE_HEADER)
-    if instance is not None and _known(info):
-        saw(manager, bootstrap_addr, info, instance, spare_waiting=False)
-
-
 def is_due(info: Any) -> bool:
     """Whether an accepted prefill is to be asked before the next request goes on.
 
     One that gives no answer is asked ever less often: the asker waits for it.
     """
-    if not _known(info):
+    if not known_instance(info):
         return False
     now = time.monotonic()
     if now - info.peer_seen <= FRESH_S or now < getattr(info, "peer_asked_next", 0.0):
@@ -95,7 +79,7 @@ def saw(
     info: Any,
     instance: str | None,
     *,
-    spare_waiting: bool = True,
+    spare_waiting: bool,
 ) -> bool:
     """Note which instance answers now; True when `info` was another's and is forgotten.
 
@@ -104,7 +88,7 @@ def saw(
         spare_waiting: leave requests alone that have not begun; they may be for the new
             one.
     """
-    if instance == _known(info):
+    if instance == known_instance(info):
         info.peer_seen = time.monotonic()
         info.peer_asked_next, info.peer_ask_again_s = 0.0, _ASK_AGAIN_S
         info.__dict__.pop("peer_doubted", None)
@@ -116,7 +100,8 @@ def saw(
     return True
 
 
-def _known(info: Any) -> str | None:
+def known_instance(info: Any) -> str | None:
+    """The instance of an accepted prefill; None of one without a description."""
     return (getattr(info, "peer_description", None) or {}).get(INSTANCE)
 
 
