@@ -32,7 +32,7 @@ a FILE is one of
   a start script or a command line, with the assignments and exports before it
   a systemd unit (Environment= and ExecStart= lines)
   a Kubernetes manifest or a compose file, rendered
-  flags alone
+  flags alone, or YAML as for --config
   JSON: server arguments by field name, or {"server_args": {}, "environ": {},
   "version": "0.5.23"}
 Scripts are read, not run: ${NAME:-default} and variables that the file or the doctor's

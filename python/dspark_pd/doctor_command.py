@@ -19,7 +19,8 @@ class Command:
 
     ``unread`` has the expression of each field or variable without a value; ``sources``
     are places, not read, that may set more: flags if ``open_args``, variables if
-    ``open_environ``. ``misspelt`` gives what an unknown name may mean.
+    ``open_environ``. ``misspelt`` gives what an unknown name may mean, ``certain`` says
+    that SGLang is started by its name.
     """
 
     args: dict[str, Any] = field(default_factory=dict)
@@ -31,10 +32,15 @@ class Command:
     open_args: bool = False
     open_environ: bool = False
     count: int = 1
+    certain: bool = False
 
 
 def chosen(read: list[Command], role: str) -> Command:
-    """Return the engine of ``role``, else the first, and count them all in it."""
+    """Return the engine of ``role``, else the first, and count them all in it.
+
+    Where a program is SGLang by its name, others only resemble one.
+    """
+    read = [c for c in read if c.certain] or read
     ours = [c for c in read if c.args.get("disaggregation_mode") == role]
     command = (ours or read)[0]
     command.count = sum(each.count for each in read)

@@ -9,15 +9,15 @@ What cannot be read is kept by name, so that nobody takes it for absent.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from dspark_pd import doctor_yaml
 from dspark_pd.doctor_command import Command, NotArguments, chosen, note_spelling
+from dspark_pd.doctor_containers import Script, read_manifest
 from dspark_pd.doctor_fields import (
     FIELDS,
     VARIABLES,
@@ -41,25 +41,45 @@ _MODULE = re.compile(r"(^|[./])launch_server(\.py)?$")
 def parse(text: str, role: str) -> Command:
     """Return what ``text`` says; raises NotArguments, and ValueError for bad syntax."""
     try:
-        manifest = doctor_yaml.scripts(text)
-        if manifest is not None:
-            return _parse_scripts(manifest, role)
+        documents = doctor_yaml.documents(text)
+        if documents is not None:
+            return _parse_yaml(documents, role)
         return parse_json(text) if _is_json(text) else parse_command(text, role)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _parse_scripts(manifest: list[doctor_yaml.Script], role: str) -> Command:
-    """Of the engines that a manifest starts, the one of this role, else the first."""
-    read = []
-    for script in manifest:
-        with contextlib.suppress(NotArguments):
+def _parse_yaml(documents: list[Any], role: str) -> Command:
+    manifest = read_manifest(documents)
+    read = _engines_of(manifest.containers, role) or _engines_of(manifest.texts, role)
+    if read:
+        return chosen(read, role)
+    flags = doctor_yaml.flags_of(documents[0]) if len(documents) == 1 else None
+    if not flags or not FIELDS.keys() & flags:
+        raise NotArguments("YAML without an engine in it")
+    command = Command(flags)
+    note_spelling(command, {})
+    return command
+
+
+def _engines_of(scripts: list[Script], role: str) -> list[Command]:
+    """What can be read; raises ValueError where nothing can be and something should."""
+    read, broken = [], []
+    for script in scripts:
+        try:
             command = parse_command(script.text, role, script.outside)
-            command.release = script.release
+        except NotArguments:
+            continue
+        except ValueError as error:
+            broken.append(error)
+            continue
+        command.release = script.release
+        # Other programs have a --config, too.
+        if command.certain or "model_path" in {*command.args, *command.unread}:
             read.append(command)
-    if not read:
-        raise NotArguments("a manifest without an engine in it")
-    return chosen(read, role)
+    if broken and not read:
+        raise broken[0]
+    return read
 
 
 def _is_json(text: str) -> bool:
@@ -166,15 +186,20 @@ def _flags_of(words: list[Word]) -> list[Word] | None:
 
 def _starts_engine(around: list[Word], flags: list[Word]) -> bool:
     """Whether it is SGLang, has a model, or may have what nobody could read."""
-    started = around[-1].text if around else ""
-    if _MODULE.search(started) or started.rpartition("/")[2] == "sglang":
+    if _is_program(around):
         return True
     names = [field_of(w.text[2:].partition("=")[0]) for w in flags]
     return "model_path" in names or "config" in names
 
 
+def _is_program(around: list[Word]) -> bool:
+    """Whether the words before the flags start SGLang by name."""
+    started = around[-1].text if around else ""
+    return bool(_MODULE.search(started)) or started.rpartition("/")[2] == "sglang"
+
+
 def _command(around: list[Word], flags: list[Word]) -> Command:
-    command = Command()
+    command = Command(certain=_is_program(around))
     for index, word in enumerate(around):
         pair = assignment(word)
         if pair and word.text[0] != "-":
@@ -205,6 +230,10 @@ def _read_flags(command: Command, words: list[Word]) -> dict[str, str]:
     for word in words:
         if word.text.startswith("--"):
             flag, equals, value = word.text.partition("=")
+            if " " in flag:  # one word where SGLang wants two
+                command.unread[field_of(flag.split()[0][2:])] = word.text
+                pending = None
+                continue
             pending = field_of(flag[2:])
             command.open_args |= "$" in flag
             typed[pending] = flag

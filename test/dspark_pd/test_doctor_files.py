@@ -236,7 +236,7 @@ def test_variables_that_could_not_be_read_refuse_nothing(bench: Bench) -> None:
         ("", f"source ./env.sh\n{decode}"),
         ("", f"EnvironmentFile=/etc/x\nExecStart={decode}"),
         ("", f"if $cold; then\n  export {cold}=1\nfi\n{decode}"),
-        ("", f"environment:\n  {cold}: 1\ncommand: {decode}"),
+        ("", f"ENV {cold} 1\n{decode}"),
         ("", f"{decode} &\n{cold}=1 true"),
     ):
         messages, refusals = told(bench, command(model, "prefill", env=env), flags)
