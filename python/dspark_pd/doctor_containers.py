@@ -10,45 +10,45 @@ expression without a value.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dspark_pd.doctor_expressions import (
+    ELSEWHERE_VALUE,
+    Expand,
+    expander,
+    is_unknown,
+    quoted,
+    unknown,
+)
+from dspark_pd.doctor_scanner import ANY_OTHER
 
 _COMMANDS = ("entrypoint", "command", "args")
 _CONTAINER = ("image", "name", "env", "environment")
 _SKIPPED = ("metadata", "status", "initContainers")
-_ENGINE_TEXT = re.compile(r"(sglang|launch_server)\S*\s.*--\w", re.S)
+# A script that may start an engine.
+ENGINE_TEXT = re.compile(
+    r"\blaunch_server\b|\bsglang\s+serve\b|sglang\S*\s.*--\w", re.S
+)
 _RELEASE = re.compile(
     r"(?:^|/)sglang(?:-(?:rocm|xpu|npu|cpu))?:v?(\d+\.\d+\.\d+(?:\.?(?:post|rc|dev)\d+)?)"
 )
-_KUBERNETES = re.compile(r"\$\$|\$\((\w+)\)")
-_COMPOSE = re.compile(
-    r"\$\$|\$\{(\w+)(?:(:?[-?+])((?:[^{}]|\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)"
-)
-_TEMPLATE = re.compile(r"\{\{.*?\}\}", re.S)
-# Around an expression without a value, until the word is quoted.
-_OPEN, _CLOSE = "\ue000", "\ue001"
-_UNKNOWN = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.S)
-_SPECIAL = re.compile(r'(["\\`$])')
-_UNSHOWN = re.compile(r"[^\w .:{}-]")
 _MAX_EXTENDED = 16
-
-Expand = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class Script:
     """What one container runs.
 
-    ``outside`` are the variables that it starts with, ``release`` the SGLang of its
-    image, if the tag tells.
+    ``outside`` are the variables that it starts with, None where a value is not known;
+    ``release`` is the SGLang of its image, if the tag tells.
     """
 
     text: str
-    outside: Mapping[str, str]
+    outside: Mapping[str, str | None]
     release: str | None = None
 
 
@@ -60,13 +60,29 @@ class Manifest:
     texts: list[Script] = field(default_factory=list)
 
 
-def read_manifest(documents: list[Any]) -> Manifest:
-    """Return what the containers of all documents run."""
+@dataclass(frozen=True)
+class _Container:
+    """One container; ``shell`` has the variables that compose takes, if it is its."""
+
+    fields: dict[str, Any]
+    shell: Mapping[str, str] | None
+
+    def expander(self, known: Mapping[str, str | None]) -> Expand:
+        return expander(known if self.shell is None else self.shell, self.shell)
+
+
+def read_manifest(documents: list[Any], shell: Mapping[str, str]) -> Manifest:
+    """Return what the containers of all documents run.
+
+    ``shell`` has the variables that compose puts into a file.
+    """
     found = _Walk()
     for document in documents:
-        composed = _is_compose(document)
-        found.visit(_with_extended(document) if composed else document, composed)
-    manifest = Manifest([_script_of(*container) for container in found.containers])
+        if _is_compose(document):
+            found.visit(_with_extended(document), shell)
+        else:
+            found.visit(document, None)
+    manifest = Manifest([_script_of(container) for container in found.containers])
     manifest.texts = [_loose(text, found.containers) for text in found.texts]
     return manifest
 
@@ -82,13 +98,15 @@ class _Walk:
     """Finds containers under whatever key a resource has them; each node once."""
 
     def __init__(self) -> None:
-        self.containers: list[tuple[dict[str, Any], bool]] = []
+        self.containers: list[_Container] = []
         self.texts: list[str] = []
         self._seen: set[int] = set()
 
-    def visit(self, node: Any, composed: bool, place: str = "") -> None:
+    def visit(
+        self, node: Any, shell: Mapping[str, str] | None, place: str = ""
+    ) -> None:
         if isinstance(node, str):
-            if _ENGINE_TEXT.search(node):
+            if ENGINE_TEXT.search(node):
                 self.texts.append(node)
             return
         if not isinstance(node, dict | list) or id(node) in self._seen:
@@ -96,15 +114,15 @@ class _Walk:
         self._seen.add(id(node))
         if isinstance(node, list):
             for item in node:
-                self.visit(item, composed, place)
+                self.visit(item, shell, place)
         elif _is_container(node, place):
-            self.containers.append((node, composed))
+            self.containers.append(_Container(node, shell))
         else:
             for key, value in node.items():
                 if key not in _SKIPPED and not str(key).startswith("x-"):
                     # The services of a compose file have names of their own.
-                    named = composed and place == "services"
-                    self.visit(value, composed, "containers" if named else str(key))
+                    named = shell is not None and place == "services"
+                    self.visit(value, shell, "containers" if named else str(key))
 
 
 def _is_container(node: dict[str, Any], place: str) -> bool:
@@ -112,52 +130,49 @@ def _is_container(node: dict[str, Any], place: str) -> bool:
     return runs and (place == "containers" or any(key in node for key in _CONTAINER))
 
 
-def _loose(text: str, containers: list[tuple[dict[str, Any], bool]]) -> Script:
+def _loose(text: str, containers: list[_Container]) -> Script:
     """A script held as text, with what the only container that there is gives it."""
     if len(containers) != 1:
-        return Script(f'source "its container\'s variables"\n{text}', {})
-    (container, composed) = containers[0]
-    known, lines = _variables(container, _expander(composed, {}))
-    return Script("\n".join([*lines, text]), known, _release(container, composed))
+        lines = ['source "its container\'s variables"', text]
+        return Script("\n".join(lines), {ANY_OTHER: None})
+    known, lines = _variables(containers[0])
+    return Script("\n".join([*lines, text]), known, _release(containers[0]))
 
 
 # -- one container ----------------------------------------------------------------------
 
 
-def _script_of(container: dict[str, Any], composed: bool) -> Script:
-    known, lines = _variables(container, _expander(composed, {}))
-    expand = _expander(composed, known)
-    words = [w for key in _COMMANDS for w in _words(container.get(key), expand)]
-    if container.get(_ELSEWHERE):
-        words.append(f"{_OPEN}extends{_CLOSE}")
+def _script_of(container: _Container) -> Script:
+    known, lines = _variables(container)
+    expand, fields = container.expander(known), container.fields
+    words = [w for key in _COMMANDS for w in _words(fields.get(key), expand)]
+    if fields.get(_ELSEWHERE):
+        words.append(unknown("extends"))
         lines.append("source extends")
-    lines.append(" ".join(_quoted(word) for word in words))
-    return Script("\n".join(lines), known, _release(container, composed))
+        known = {**known, ANY_OTHER: None}
+    lines.append(" ".join(quoted(word) for word in words))
+    return Script("\n".join(lines), known, _release(container))
 
 
-def _release(container: dict[str, Any], composed: bool) -> str | None:
-    image = _text(container.get("image")) or ""
-    found = _RELEASE.search(_expander(composed, {})(image))
+def _release(container: _Container) -> str | None:
+    image = _text(container.fields.get("image")) or ""
+    found = _RELEASE.search(container.expander({})(image))
     return found[1] if found else None
 
 
-def _variables(
-    container: dict[str, Any], expand: Expand
-) -> tuple[dict[str, str], list[str]]:
-    """Return the values that are known, and the lines that set all of them."""
-    known: dict[str, str] = {}
-    lines = [f"source {key}" for key in ("envFrom", "env_file") if container.get(key)]
-    composed = "environment" in container
-    for name, value in _pairs(container.get("environment" if composed else "env")):
-        if value is None:
-            text = f"{_OPEN}a value from elsewhere{_CLOSE}"
-        elif composed:
-            text = expand(value)
-        else:
-            text = _expander(False, known)(value)
-        if not _UNKNOWN.search(text):
-            known[name] = text
-        lines.append(f"export {name}={_quoted(text)}")
+def _variables(container: _Container) -> tuple[dict[str, str | None], list[str]]:
+    """Return the values, None where not known, and the lines that set them."""
+    known: dict[str, str | None] = {}
+    fields = container.fields
+    lines = [f"source {key}" for key in ("envFrom", "env_file") if fields.get(key)]
+    if lines:
+        known[ANY_OTHER] = None
+    for name, value in _pairs(fields.get("environment", fields.get("env"))):
+        if value is None and container.shell is not None:
+            value = container.shell.get(name)
+        text = ELSEWHERE_VALUE if value is None else container.expander(known)(value)
+        known[name] = None if is_unknown(text) else text
+        lines.append(f"export {name}={quoted(text)}")
     return known, lines
 
 
@@ -169,7 +184,7 @@ def _pairs(place: Any) -> Iterator[tuple[str, str | None]]:
         items = [_pair(item) for item in (place if isinstance(place, list) else [])]
     for name, value in items:
         if re.fullmatch(r"[A-Za-z_]\w*", str(name), re.A):
-            yield str(name), os.environ.get(str(name)) if value is None else value
+            yield str(name), value
 
 
 def _pair(item: Any) -> tuple[Any, str | None]:
@@ -179,7 +194,7 @@ def _pair(item: Any) -> tuple[Any, str | None]:
     if not isinstance(item, dict):
         return "", None
     if "valueFrom" in item:
-        return item.get("name"), f"{_OPEN}a value from elsewhere{_CLOSE}"
+        return item.get("name"), None
     return item.get("name"), _text(item.get("value")) or ""
 
 
@@ -194,54 +209,13 @@ def _text(value: Any) -> str | None:
 
 def _words(command: Any, expand: Expand) -> list[str]:
     if isinstance(command, str):  # a compose file's short form is split as by a shell
-        return shlex.split(expand(command))
+        try:
+            return shlex.split(expand(command))
+        except ValueError:  # whoever reads it as a script says what is wrong
+            return [command]
     if not isinstance(command, list):
         return []
     return [expand(_text(word) or "") for word in command]
-
-
-def _quoted(word: str) -> str:
-    """Quote a word; an expression without a value becomes a command's output."""
-    parts = _UNKNOWN.split(word)
-    if len(parts) == 1:
-        return shlex.quote(word)
-    texts = [_SPECIAL.sub(r"\\\1", text) for text in parts[::2]]
-    shown = [f"$({_UNSHOWN.sub('', text)})" for text in parts[1::2]]
-    return '"' + "".join(a + b for a, b in zip(texts, [*shown, ""], strict=True)) + '"'
-
-
-# -- expressions ------------------------------------------------------------------------
-
-
-def _expander(composed: bool, known: Mapping[str, str]) -> Expand:
-    """Return what puts values in the place of a file's own expressions."""
-
-    def kubernetes(found: re.Match[str]) -> str:
-        if found[1] is None:
-            return "$"
-        return known.get(found[1], f"{_OPEN}{found[1]}{_CLOSE}")
-
-    def expand(text: str) -> str:
-        text = _TEMPLATE.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", text)
-        pattern = _COMPOSE if composed else _KUBERNETES
-        return pattern.sub(_of_the_shell if composed else kubernetes, text)
-
-    return expand
-
-
-def _of_the_shell(found: re.Match[str]) -> str:
-    """Compose takes values from the shell that runs it, never from the service."""
-    name = found[1] or found[4]
-    if name is None:
-        return "$"
-    operator, other = found[2] or "", _COMPOSE.sub(_of_the_shell, found[3] or "")
-    value = os.environ.get(name)
-    missing = value is None or (operator.startswith(":") and not value)
-    if operator.endswith("+"):
-        return "" if missing else other
-    if operator.endswith("-") and missing:
-        return other
-    return f"{_OPEN}{name}{_CLOSE}" if value is None else value
 
 
 # -- compose: extends -------------------------------------------------------------------
@@ -262,9 +236,10 @@ def _extended(services: dict[str, Any], name: str, depth: int = 0) -> Any:
     extends = service["extends"]
     base = extends.get("service") if isinstance(extends, dict) else extends
     elsewhere = isinstance(extends, dict) and "file" in extends
-    if elsewhere or base not in services or depth >= _MAX_EXTENDED:
+    known = isinstance(base, str) and base in services
+    if elsewhere or not known or depth >= _MAX_EXTENDED:
         return {**service, _ELSEWHERE: True}
-    taken = _extended(services, base, depth + 1)
+    taken = _extended(services, str(base), depth + 1)
     if not isinstance(taken, dict):
         return service
     environment = {

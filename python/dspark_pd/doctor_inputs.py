@@ -239,7 +239,7 @@ def _read_file(engine: Engine) -> None:
     path = Path(engine.source)
     try:
         text = path.read_text(encoding="utf-8")
-        command = doctor_files.parse(text, engine.role)
+        command = doctor_files.parse(text, engine.role, path.parent)
         if not command.args:
             raise NotArguments("no flag of an engine")
     except NotArguments as error:

@@ -13,6 +13,8 @@ _EXPANSION = re.compile(r"(\w+|[@*#?$!-])(\[[@*]\])?((?::?[-=?+])?)", re.A)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.A | re.S)
 _QUOTE = re.compile(r'(?<!\\)"')
 _POSITIONAL: Final = ("@", "*")
+ANY_OTHER: Final = ""
+"""In place of a name: variables without an assignment may have a value all the same."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Scanner:
     words: list[Word] = field(default_factory=list)
     dropping: bool = False
     """Whether the next word is the file of a redirection."""
+    doubting: bool = False
+    """Whether only a run can tell if a command is reached."""
 
     @property
     def more(self) -> bool:
@@ -157,6 +161,8 @@ class Scanner:
             return False
         inner = Scanner(self._bracketed("(", ")").replace("\n", " "), self.variables)
         elements = inner.command()
+        if self.doubting:
+            elements = [unread(f"{found[1]} under a condition")]
         if head.endswith("+="):
             elements = [*self.variables.get(found[1], []), *elements]
         self.variables[found[1]] = elements
@@ -220,6 +226,8 @@ class Scanner:
             return self._value(name, shown, quoted)
         if operator[-1] == "?":
             return [unread(f"${{{name}}}")]
+        if ANY_OTHER in self.variables:
+            return [unread(shown)]
         words = self._words_of(rest, quoted) or [Word("")]
         if operator[-1] == "=":
             self.variables[name] = words

@@ -13,7 +13,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from dspark_pd.doctor_scanner import Scanner, Variables, Word, assignment, unread
+from dspark_pd.doctor_scanner import (
+    ANY_OTHER,
+    Scanner,
+    Variables,
+    Word,
+    assignment,
+    unread,
+)
 
 _HEREDOC = re.compile(r"(<<-?\s*(['\"]?)(\w+)\2[^\n]*)\n.*?^\s*\3\s*$", re.M | re.S)
 _PREFIXES: Final = (
@@ -27,20 +34,25 @@ _PREFIXES: Final = (
     "do",
     "else",
 )
+SOURCING: Final = ("source", ".", "--env-file")
 _OPENING: Final = ("if", "case", "for", "while", "until")
 _CLOSING: Final = ("fi", "esac", "done")
 
 
-def commands(text: str, outside: Mapping[str, str]) -> Iterator[list[Word]]:
+def commands(text: str, outside: Mapping[str, str | None]) -> Iterator[list[Word]]:
     """Yield the words of each command of a script, assignments included.
 
-    ``outside`` gives variables that the file does not assign. Raises ValueError for a
-    quote or brace that is never closed.
+    ``outside`` gives variables that the file does not assign; None is a value that is
+    not known. Raises ValueError for a quote or brace that is never closed.
     """
-    variables = {name: [Word(value)] for name, value in outside.items()}
+    variables = {
+        name: [unread(f"${name}") if value is None else Word(value)]
+        for name, value in outside.items()
+    }
     scanner = Scanner(_HEREDOC.sub(r"\1", text), variables)
     depth = 0
     while scanner.more:
+        scanner.doubting = depth > 0
         words = scanner.command()
         first = words[0].text if words else ""
         depth += (first in _OPENING) - (first in _CLOSING)
@@ -48,6 +60,8 @@ def commands(text: str, outside: Mapping[str, str]) -> Iterator[list[Word]]:
             if depth > 0:
                 words = [_doubted(word) for word in words]
             _assign(words, variables)
+        if first in SOURCING:
+            variables[ANY_OTHER] = []
         if words:
             yield words
 

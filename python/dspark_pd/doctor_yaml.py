@@ -16,10 +16,11 @@ import yaml
 
 from dspark_pd.doctor_fields import FIELDS, field_of, value_of
 
-_FIRST_LINE = re.compile(r"""(- )?["']?[A-Za-z_][\w.-]*["']?\s*:(\s|$)""")
+_FIRST_LINE = re.compile(r"""(- )?["']?[A-Za-z_][\w.-]*["']?:(\s|$)""")
 _SILENT = re.compile(r"\s*(#.*|---.*|%.*)?$")
-_SEVERAL = re.compile(r"^---", re.M)
 _TOP_KEYS = {"apiVersion", "services", "spec", "containers"}
+_MEANT = re.compile(rf"^[\s{{\"]*({'|'.join(sorted(_TOP_KEYS))}|kind)\"?\s*:", re.M)
+_SEVERAL = re.compile(r"^---", re.M)
 _MAX_CHARS = 2_000_000
 _MAX_NODES = 10_000
 _BROKEN = (ValueError, KeyError, TypeError, AttributeError)
@@ -46,6 +47,8 @@ def documents(text: str) -> list[Any] | None:
     None for all other text. Raises ValueError for YAML that cannot be read.
     """
     text = text.removeprefix("\ufeff")
+    if text.lstrip().startswith("{{"):
+        raise ValueError("a template; render it first")
     if text.lstrip().startswith("{") and not _SEVERAL.search(text):
         return _json_manifest(text)
     lines = (line for line in text.splitlines() if not _SILENT.fullmatch(line))
@@ -59,6 +62,8 @@ def documents(text: str) -> list[Any] | None:
     except yaml.YAMLError as error:
         if "{{" in text:
             raise ValueError("a template; render it first") from None
+        if not _MEANT.search(text):
+            return None
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         detail = getattr(error, "problem", None) or "no YAML"
@@ -73,7 +78,12 @@ def _json_manifest(text: str) -> list[Any] | None:
         document = json.loads(text)
     except ValueError:
         return None
-    return [document] if _TOP_KEYS & set(document) else None
+    return [document] if is_manifest(document) else None
+
+
+def is_manifest(document: Any) -> bool:
+    """Whether it has the keys of a manifest or a compose file."""
+    return isinstance(document, dict) and bool(_TOP_KEYS & document.keys())
 
 
 # -- flags ------------------------------------------------------------------------------

@@ -244,11 +244,52 @@ def test_variables_that_could_not_be_read_refuse_nothing(bench: Bench) -> None:
         assert len(messages) == 1, messages
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "pkill -f sglang.launch_server || true",
+        'echo "starting sglang.launch_server"',
+        'ENGINE="python3 -m sglang.launch_server"',
+        "python -m sglang.launch_server --help",
+    ],
+)
+def test_the_name_of_sglang_alone_starts_nothing(before: str) -> None:
+    text = f"{before}\nexec /opt/engine --model-path /m --tp 2\n"
+    command = parse_command(text, "prefill", outside={})
+    assert (command.args, command.count) == ({"model_path": "/m", "tp_size": 2}, 1)
+
+
+def test_a_default_does_not_count_after_a_sourced_file() -> None:
+    text = "source ./env.sh\nsglang serve --model-path /m --tp ${TP:-4}"
+    assert parse_command(text, outside={}).unread == {"tp_size": "${TP:-4}"}
+    text = text.replace("serve", "serve --pp ${PP:-1}").replace("source", "PP=2; .")
+    assert parse_command(text, outside={}).args["pp_size"] == 2
+
+
 def test_an_assignment_under_a_condition_is_no_value() -> None:
     text = 'if true; then TP=2; fi\nsglang serve --model-path /m --tp "$TP"'
     assert parse_command(text, outside={}).unread["tp_size"] == "$TP"
     text = "if true; then TP=2 sglang serve --model-path /m; fi"
     assert parse_command(text, outside={}).environ == {"TP": "2"}
+
+
+def test_an_array_that_grows_under_a_condition_is_open() -> None:
+    text = """
+ARGS=(--model-path /m)
+if [[ "$ROLE" == prefill ]]; then
+  ARGS+=(--disaggregation-mode prefill)
+else
+  ARGS+=(--disaggregation-mode decode)
+fi
+ARGS+=(--tp 2)
+sglang serve "${ARGS[@]}"
+"""
+    command = parse_command(text, outside={})
+    assert command.args == {"model_path": "/m", "tp_size": 2}
+    assert (command.open_args, set(command.sources)) == (
+        True,
+        {"ARGS under a condition"},
+    )
 
 
 def test_a_commented_variable_is_none(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import pytest
 from doctor_bench import QWEN, Bench, command, dspark
 from dspark_pd.doctor_command import Command, NotArguments
 from dspark_pd.doctor_files import parse
+from dspark_pd.doctor_inputs import read_engine
 from dspark_pd.doctor_yaml import config_flags, documents
 from outcome import Run
 
@@ -149,6 +150,34 @@ def test_a_shell_in_a_container() -> None:
     assert set(found.unread) == {"page_size"}
 
 
+@pytest.mark.parametrize(
+    ("variables", "known"),
+    [
+        ({"env": [{"name": "PAGE", "valueFrom": {}}]}, False),
+        ({"envFrom": [{"configMapRef": {"name": "c"}}]}, False),
+        ({"env": env(PAGE="16")}, True),
+        ({"env": env(OTHER="16")}, True),
+        ({}, True),
+    ],
+)
+def test_a_default_counts_where_nothing_else_may(variables: dict, known: bool) -> None:
+    script = "sglang serve --model-path /m --page-size ${PAGE:-1}"
+    found = read(engine(command=["bash", "-c"], args=[script], **variables))
+    assert ("page_size" in found.unread) is not known
+    if known:
+        given = "PAGE" in json.dumps(variables)
+        assert found.args["page_size"] == (16 if given else 1)
+
+
+def test_a_shell_that_hands_its_arguments_on() -> None:
+    shell = ["bash", "-c", 'exec sglang serve --host 0.0.0.0 "$@"', "bash"]
+    found = read(engine(command=shell, args=["--model-path", "/a b", "--tp=$(NO)"]))
+    assert (found.args["model_path"], found.unread) == ("/a b", {"tp_size": "$(NO)"})
+    script = 'A=(--model-path /m --tp 2); exec python -m sglang.launch_server "${A[@]}"'
+    found = read(engine(command=["bash", "-c", script], args=[]))
+    assert found.args == {"model_path": "/m", "tp_size": 2}
+
+
 def test_one_word_in_place_of_two_is_not_taken_for_a_flag() -> None:
     found = read(engine(flags=["--tp 8", "--pp", "2"]))
     assert (found.unread, found.args["pp_size"]) == ({"tp_size": "--tp 8"}, 2)
@@ -238,6 +267,12 @@ def test_one_text_that_cannot_be_read_is_not_the_end() -> None:
     broken = engine(command=["sh", "-c", "sglang serve --tp 8 don't"], args=[])
     with pytest.raises(ValueError, match="quote"):
         read(broken)
+    odd = {"image": "i", "command": "echo don't"}
+    composed = {"services": {"a": odd, "e": {"command": "sglang serve --tp 2"}}}
+    assert read(composed).args["tp_size"] == 2
+    odd["command"] = "sglang serve --tp 2 don't"
+    with pytest.raises(ValueError, match="quote"):
+        read({"services": {"a": odd}})
 
 
 def test_the_engine_of_the_asked_role_counts() -> None:
@@ -330,6 +365,16 @@ def test_compose_takes_values_from_its_shell(monkeypatch: pytest.MonkeyPatch) ->
     assert "NOBODY_HAS" in found.unread
 
 
+def test_compose_reads_the_env_file_beside_it(bench: Bench) -> None:
+    bench.file(".env", "# sizes\nPAGE=64\nexport NAME = 'a b'\nnothing\n")
+    command = "sglang serve --model-path ${NAME} --page-size ${PAGE:-1}"
+    text = json.dumps({"services": {"e": {"image": "i", "command": command}}})
+    assert parse(text, "decode", bench.folder).args["page_size"] == 64
+    assert parse(text, "decode").args["page_size"] == 1
+    engine = read_engine("decode", bench.file("compose.json", text), 1.0)
+    assert engine.args["page_size"] == 64
+
+
 def test_one_service_alone() -> None:
     text = f"environment:\n  {TAIL}: ${{NO:-31}}\ncommand: sglang serve --tp 2\n"
     found = parse(text, "decode")
@@ -372,9 +417,8 @@ def test_a_service_that_extends_another() -> None:
         "services: {web: {image: nginx, command: nginx -g}}",
         "spec: {containers: [1, null, {command: 5}, {args: [[]], env: {a: [1]}}]}",
         "containers: 3",
-        "name: value",
-        "- name: a",
-        "a: &a [*a]",
+        "services: {a: {extends: [x], command: ls}, b: {extends: {service: [x]}}}",
+        "spec: &a [*a]",
     ],
 )
 def test_a_manifest_without_an_engine_is_refused(
@@ -391,6 +435,7 @@ def test_a_manifest_without_an_engine_is_refused(
     ("text", "why"),
     [
         ("apiVersion: v1\nspec: {{ .Values.spec }}\n", "a template; render it first"),
+        ("{{- if .Values.on }}\nspec: {}\n{{- end }}\n", "a template; render it first"),
         ("apiVersion: v1\nspec:\n  a: {\n", "in line 4"),
         ("# note\n---\nservices:\n\ta: b\n", "cannot start any token in line 4"),
         ("spec: !!bool maybe", "a bad value"),
@@ -403,8 +448,14 @@ def test_yaml_that_cannot_be_read_is_named(text: str, why: str) -> None:
 
 
 def test_values_of_a_template_are_unknown() -> None:
-    found = read(engine(flags=["--tp", "{{ .Values.tp }}", "--pp", "2"]))
+    flags = ["--tp", "{{ .Values.tp }}", "--pp", "2"]
+    found = read(engine(flags=flags))
     assert found.unread == {"tp_size": "$({{ .Values.tp }})"}
+    assert found.args["pp_size"] == 2
+    flags[1] = "{{ 'tp size' | quote }}"
+    service = {"image": "i", "command": " ".join(["sglang serve", *flags])}
+    found = read({"services": {"e": service}})
+    assert found.unread == {"tp_size": "$({{ tp size quote }})"}
     assert found.args["pp_size"] == 2
 
 
@@ -442,10 +493,24 @@ def test_a_bomb_of_aliases_goes_off_unheard() -> None:
         "--tp 2",
         '{"tp_size": 2}',
         "",
+        "while :\ndo sglang serve --tp 2; done",
+        "trap : TERM INT\nsglang serve --tp 2",
+        "serve: build\n\tsglang serve --tp 2",
+        "a: {",
     ],
 )
 def test_what_is_no_yaml_is_left_to_others(text: str) -> None:
     assert documents(text) is None
+
+
+def test_what_is_yaml_by_chance_is_read_as_a_script() -> None:
+    """A recipe, whose continued line YAML would fold."""
+    recipe = "prefill:\n    sglang serve --tp 2 \\\n      --page-size 16\n"
+    found = parse(recipe, "prefill")
+    assert (found.args["tp_size"], found.args["page_size"]) == (2, 16)
+    for nothing in ("name: value", "- name: a", "a: &a [*a]"):
+        with pytest.raises(NotArguments, match="no flag of an engine"):
+            parse(nothing, "prefill")
 
 
 def test_a_pair_of_manifests(bench: Bench, run: Run) -> None:
@@ -513,8 +578,11 @@ def test_what_a_config_file_says_is_compared(bench: Bench) -> None:
 
 
 def test_a_config_file_may_be_given_itself(bench: Bench) -> None:
-    found = parse("# flags\n" + CONFIG, "decode")
+    found = parse("# flags\n" + CONFIG.replace("since:", "dtype:"), "decode")
     assert (found.args["tp_size"], found.args["page_size"]) == (4, 64)
+    chart = "model: /m\nreplicas: 2\nprefill: {tp: 4}\n"
+    with pytest.raises(NotArguments, match="values of a chart"):
+        parse(chart, "decode")
     assert parse("tp-sizes: 2\ntp: 2\n", "decode").misspelt == {}
 
 
