@@ -281,7 +281,8 @@ def _remarks(engine: Engine, command: Command) -> list[Finding]:
         for name, shown in command.unread.items()
         if name in {**FIELDS, **VARIABLES}
     ]
-    found += [remark("source", shown=shown, **common) for shown in command.sources]
+    places = dict.fromkeys(command.sources)
+    found += [remark("source", shown=shown, **common) for shown in places]
     found += [
         remark("misspelt", shown=shown, meant=flag_of(meant), **common)
         for shown, meant in command.misspelt.items()

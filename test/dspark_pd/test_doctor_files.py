@@ -273,7 +273,7 @@ def test_an_assignment_under_a_condition_is_no_value() -> None:
     assert parse_command(text, outside={}).environ == {"TP": "2"}
 
 
-def test_an_array_that_grows_under_a_condition_is_open() -> None:
+def test_an_array_that_grows_under_a_condition_is_open(bench: Bench) -> None:
     text = """
 ARGS=(--model-path /m)
 if [[ "$ROLE" == prefill ]]; then
@@ -290,6 +290,8 @@ sglang serve "${ARGS[@]}"
         True,
         {"ARGS under a condition"},
     )
+    problems = [finding.message for finding in bench.engine("prefill", text).problems]
+    assert sum("under a condition" in message for message in problems) == 1
 
 
 def test_a_commented_variable_is_none(bench: Bench) -> None:
