@@ -716,6 +716,7 @@ class TestRestartedPrefill(_WithServer):
         self.client.__dict__.update(
             heartbeat_interval=0.02,
             heartbeat_failures={},
+            transfer_statuses={},  # of NIXL before 0.5.23
             # Only another instance is to be noticed here.
             max_failures=1 << 30,
             _heartbeat_shutdown=threading.Event(),
