@@ -1,7 +1,7 @@
 """What the containers of a Kubernetes manifest or of a compose file run.
 
 A container becomes the script that it runs: its variables, then its command with its
-arguments, quoted so that `doctor_files` reads it as the container would be given it.
+arguments, quoted so that `doctor_scripts` reads it as the container would be given it.
 Where no container starts an engine itself, the scripts that a manifest holds as text (a
 ConfigMap) are read, with the variables of the one container that may run them. A value
 that stands elsewhere (a Secret, ``envFrom``, the shell that runs compose) stays an
@@ -68,7 +68,9 @@ class _Container:
     shell: Mapping[str, str] | None
 
     def expander(self, known: Mapping[str, str | None]) -> Expand:
-        return expander(known if self.shell is None else self.shell, self.shell)
+        if self.shell is None:
+            return expander(known, composed=False)
+        return expander(self.shell, composed=True)
 
 
 def read_manifest(documents: list[Any], shell: Mapping[str, str]) -> Manifest:

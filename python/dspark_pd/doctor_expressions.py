@@ -54,12 +54,11 @@ def unknown(expression: str) -> str:
 ELSEWHERE_VALUE = unknown("a value from elsewhere")
 
 
-def expander(
-    known: Mapping[str, str | None], shell: Mapping[str, str] | None
-) -> Expand:
+def expander(known: Mapping[str, str | None], *, composed: bool) -> Expand:
     """Return what puts values in the place of a file's own expressions.
 
-    Compose takes them from the shell that runs it, never from the service.
+    ``known`` has a container's own variables, or, where ``composed``, those of the shell
+    that runs compose: a service's own never count there.
     """
 
     def kubernetes(found: re.Match[str]) -> str:
@@ -81,9 +80,9 @@ def expander(
 
     def expand(text: str) -> str:
         text = _TEMPLATE.sub(lambda found: unknown(found[0]), text)
-        if shell is None:
-            return _KUBERNETES.sub(kubernetes, text)
-        return _COMPOSE.sub(compose, text)
+        if composed:
+            return _COMPOSE.sub(compose, text)
+        return _KUBERNETES.sub(kubernetes, text)
 
     return expand
 

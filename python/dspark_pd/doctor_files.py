@@ -15,10 +15,7 @@ from dspark_pd import doctor_yaml
 from dspark_pd.doctor_command import Command, NotArguments, chosen, note_spelling
 from dspark_pd.doctor_containers import Script, read_manifest
 from dspark_pd.doctor_expressions import shell_of
-from dspark_pd.doctor_fields import (
-    FIELDS,
-    field_of,
-)
+from dspark_pd.doctor_fields import FIELDS, field_of
 from dspark_pd.doctor_scripts import parse_command
 
 

@@ -92,12 +92,10 @@ def serve_descriptions(server: Any) -> None:
         if request.path == "/route" and request.method == "PUT":
             _keep(server, await request.json())
         response = await handler(request)
+        kept = getattr(server, "peer_description", None)
         if request.path == "/health":
             response.headers[INSTANCE_HEADER] = server.peer_instance
-        if request.path != "/route":
-            return response
-        kept = getattr(server, "peer_description", None)
-        if request.method == "GET" and kept is not None:
+        elif request.path == "/route" and request.method == "GET" and kept is not None:
             shown = {**kept, INSTANCE: server.peer_instance}
             response.headers[HEADER] = json.dumps(shown)
         return response
