@@ -40,7 +40,8 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
     RuntimeCode(
         "PD-RESTARTED",
         "decode",
-        "prefill came back with another number of DP ranks while a request was under way",
+        "prefill was restarted while the request was under way: it has other DP ranks "
+        "now, does not answer any more, or did not get the request's metadata",
         "send the request again",
     ),
     RuntimeCode(
