@@ -129,6 +129,7 @@ def make_manager(mode: DisaggregationMode, description, **kv_args) -> NixlKVMana
     manager.__dict__.update(
         kv_args=SimpleNamespace(engine_description=description, **(known | kv_args)),
         disaggregation_mode=mode,
+        _stopped=False,
         kv_cache_dtype_str="auto",
         kv_layout=None,
         dsv41_spec_layout=None,
@@ -180,6 +181,13 @@ def make_decode(description, **kv_args) -> NixlKVManager:
         session_pool_lock=threading.Lock(),
     )
     return manager
+
+
+def stop(decode) -> None:
+    """End its heartbeats as a teardown does; a thread that just ends, ends the engine."""
+    decode._stopped = True
+    decode._heartbeat_shutdown.set()
+    decode.prefill_info_table.clear()  # before 0.5.21 there is no shutdown
 
 
 def make_prefill(description, **changes) -> NixlKVManager:
@@ -244,7 +252,7 @@ class WithServer(CustomTestCase):
 
     def decode(self, description=NATIVE, **kv_args):
         decode = make_decode(description, **kv_args)
-        self.addCleanup(decode._heartbeat_shutdown.set)
+        self.addCleanup(stop, decode)
         return decode
 
     def request(self, decode, room=7):
