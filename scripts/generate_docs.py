@@ -23,14 +23,14 @@ sys.path.insert(0, str(ROOT / "python"))
 import agreement_tables  # noqa: E402
 import bench_tail  # noqa: E402
 
-from dspark_pd import exit_codes, output  # noqa: E402
 from dspark_pd.cli import build_parser  # noqa: E402
-from dspark_pd.error_catalogue import PARTS, catalogue  # noqa: E402
 from dspark_pd.export.message import purposes  # noqa: E402
-from dspark_pd.hunk import Hunk  # noqa: E402
-from dspark_pd.hunk_fields import COMPONENTS  # noqa: E402
-from dspark_pd.patch_set import load_patch_set  # noqa: E402
-from dspark_pd.result import Result  # noqa: E402
+from dspark_pd.messages import exit_codes, output  # noqa: E402
+from dspark_pd.messages.error_catalogue import PARTS, catalogue  # noqa: E402
+from dspark_pd.messages.result import Result  # noqa: E402
+from dspark_pd.patchset.fields import COMPONENTS  # noqa: E402
+from dspark_pd.patchset.hunk import Hunk  # noqa: E402
+from dspark_pd.patchset.patch_set import load_patch_set  # noqa: E402
 
 DOCS = ROOT / "docs_new" / "docs"
 OWN_PARSERS = ("demo", "doctor", "export")

@@ -20,8 +20,8 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from dspark_pd.hunk import HUNK_SUFFIX  # noqa: E402
-from dspark_pd.patch_set import default_overlay, load_patch_set  # noqa: E402
+from dspark_pd.patchset.hunk import HUNK_SUFFIX  # noqa: E402
+from dspark_pd.patchset.patch_set import default_overlay, load_patch_set  # noqa: E402
 
 
 def main() -> int:

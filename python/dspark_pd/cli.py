@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import dspark_pd
-from dspark_pd import exit_codes
+from dspark_pd.messages import exit_codes
 
 _VERBS: Final = {
     "status": "what each hunk is to the target: applied, needed, not needed, conflict",
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
     """The verb on the command line, if it is one."""
 
     def error(self, message: str) -> NoReturn:
-        from dspark_pd.errors import refuse
+        from dspark_pd.messages.errors import refuse
 
         # An unknown option is found by the parser of all verbs.
         asked = [self.asked] if self.asked and " " not in self.prog else []
@@ -124,7 +124,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
-    from dspark_pd.hunk_fields import COMPONENTS
+    from dspark_pd.patchset.fields import COMPONENTS
 
     text = f"a part of the set (repeatable; default: {default})"
     names = [*COMPONENTS, "all"]
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The last resort: no traceback, and no exit code that means something else.
         return _finish(options, _fault(error, loud))
     except KeyboardInterrupt:
-        from dspark_pd.errors import on_target
+        from dspark_pd.messages.errors import on_target
 
         text = on_target(f"{_GO_ON} goes on from here", options.target)
         print(f"interrupted; {text}", file=sys.stderr)
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
     """Run a verb; return its options, as far as they could be parsed, and its result."""
-    from dspark_pd.errors import Refused, from_os_error
+    from dspark_pd.messages.errors import Refused, from_os_error
 
     try:
         build_parser(given[0] if given else None).parse_args(given, options)
@@ -190,7 +190,7 @@ def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
 
 
 def _fault(error: Exception, loud: bool) -> Any:
-    from dspark_pd.errors import from_fault
+    from dspark_pd.messages.errors import from_fault
 
     if loud:
         traceback.print_exception(error)
@@ -198,7 +198,7 @@ def _fault(error: Exception, loud: bool) -> Any:
 
 
 def _refusal(problems: list[Any]) -> Any:
-    from dspark_pd.result import Result
+    from dspark_pd.messages.result import Result
 
     return Result(exit_code=problems[0].exit_code, problems=problems)
 
@@ -210,7 +210,7 @@ def _finish(options: argparse.Namespace, result: Any) -> int:
 
 
 def _print(options: argparse.Namespace, result: Any) -> None:
-    from dspark_pd import output
+    from dspark_pd.messages import output
 
     try:
         if options.json:

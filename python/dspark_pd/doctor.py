@@ -14,12 +14,12 @@ import math
 import os
 import textwrap
 
-from dspark_pd import exit_codes
 from dspark_pd.doctor_agreement import REFUSE, Finding, agreement_findings
 from dspark_pd.doctor_checks import engine_findings
 from dspark_pd.doctor_inputs import Engine, read_engine
-from dspark_pd.errors import refuse
-from dspark_pd.result import Result
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import refuse
+from dspark_pd.messages.result import Result
 
 _WIDTH = 88
 _MAX_TIMEOUT_S = 3600

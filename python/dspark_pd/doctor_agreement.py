@@ -12,7 +12,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from dspark_pd.patch_set import default_overlay
+from dspark_pd.patchset.patch_set import default_overlay
 
 if TYPE_CHECKING:
     from dspark_pd.doctor_inputs import Engine

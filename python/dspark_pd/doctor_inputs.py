@@ -28,7 +28,7 @@ from dspark_pd.doctor_fields import (
     value_of,
 )
 from dspark_pd.doctor_remarks import remark
-from dspark_pd.errors import refuse
+from dspark_pd.messages.errors import refuse
 
 _ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?$")
 

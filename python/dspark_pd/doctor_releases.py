@@ -9,8 +9,8 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
-from dspark_pd.overlay_lists import load_modules, load_releases
-from dspark_pd.patch_set import default_overlay
+from dspark_pd.patchset.lists import load_modules, load_releases
+from dspark_pd.patchset.patch_set import default_overlay
 
 
 def released(text: str | None) -> Version | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import exit_codes
 from dspark_pd.cli import build_parser, main
+from dspark_pd.messages import exit_codes
 from outcome import Run
 
 pytestmark = pytest.mark.unit

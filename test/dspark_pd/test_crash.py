@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import fake_sglang
-from dspark_pd import astgrep, fsops
-from dspark_pd.patch_set import load_patch_set
+from dspark_pd.patchset.patch_set import load_patch_set
+from dspark_pd.planning import astgrep
+from dspark_pd.target import fsops
 from dspark_pd.verbs import context
 from fake_sglang import snapshot
 from outcome import Run

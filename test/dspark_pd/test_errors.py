@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import astgrep, exit_codes, fsops
-from dspark_pd.error_catalogue import PARTS, catalogue
-from dspark_pd.errors import Problem
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.error_catalogue import PARTS, catalogue
+from dspark_pd.messages.errors import Problem
+from dspark_pd.planning import astgrep
+from dspark_pd.target import fsops
 from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit

@@ -11,7 +11,7 @@ import pytest
 
 import fake_sglang
 from dspark_pd.export.contents import USER_PAGE, docs_of, for_sglang
-from dspark_pd.patch_set import load_patch_set
+from dspark_pd.patchset.patch_set import load_patch_set
 from outcome import Run
 from test_docs import slug
 

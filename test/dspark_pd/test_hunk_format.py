@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import hygiene
-from dspark_pd.errors import Refused
-from dspark_pd.hunk_fields import misfits
-from dspark_pd.patch_set import PatchSet, load_patch_set
-from dspark_pd.yaml_documents import load_documents
+from dspark_pd.messages.errors import Refused
+from dspark_pd.patchset import hygiene
+from dspark_pd.patchset.fields import misfits
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
+from dspark_pd.patchset.yaml_documents import load_documents
 from outcome import Run
 
 pytestmark = pytest.mark.unit

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_pd.astgrep import Match, scan
-from dspark_pd.insertion import Edit, NotAnInsertion, edits_of, normalise, splice
+from dspark_pd.planning.astgrep import Match, scan
+from dspark_pd.planning.insertion import (
+    Edit,
+    NotAnInsertion,
+    edits_of,
+    normalise,
+    splice,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import exit_codes
 from dspark_pd.cli import main
-from dspark_pd.error_catalogue import catalogue
-from dspark_pd.errors import Problem, on_target
-from dspark_pd.result import Result
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.error_catalogue import catalogue
+from dspark_pd.messages.errors import Problem, on_target
+from dspark_pd.messages.result import Result
 from outcome import Run
 
 pytestmark = pytest.mark.unit

@@ -16,12 +16,12 @@ from packaging.version import Version
 
 import golden_text
 import release_wheels
-from dspark_pd import exit_codes
 from dspark_pd.cli import main
-from dspark_pd.hunk_fields import COMPONENTS, MAX_INSERTED_LINES
-from dspark_pd.patch_set import load_patch_set
-from dspark_pd.plan import Plan
-from dspark_pd.target import find_target
+from dspark_pd.messages import exit_codes
+from dspark_pd.patchset.fields import COMPONENTS, MAX_INSERTED_LINES
+from dspark_pd.patchset.patch_set import load_patch_set
+from dspark_pd.planning.plan import Plan
+from dspark_pd.target.target import find_target
 from dspark_pd.verbs.context import look_again
 
 pytestmark = pytest.mark.release

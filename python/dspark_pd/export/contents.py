@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dspark_pd.hunk import Hunk
-from dspark_pd.hunk_fields import COMPONENTS
-from dspark_pd.patch_set import PatchSet
-from dspark_pd.plan import Plan
-from dspark_pd.selection import imported, module_name
+from dspark_pd.patchset.fields import COMPONENTS
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.patch_set import PatchSet
+from dspark_pd.patchset.python_source import imported, module_name
+from dspark_pd.planning.plan import Plan
 
 TESTS: Final = "test/registered/unit"
 NAVIGATION: Final = "docs_new/docs.json"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import yaml
 
-from dspark_pd.hunk import Hunk
-from dspark_pd.overlay_lists import Module
-from dspark_pd.patch_set import PatchSet
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.lists import Module
+from dspark_pd.patchset.patch_set import PatchSet
 
 
 @dataclass(frozen=True)

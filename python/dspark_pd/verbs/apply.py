@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dspark_pd import changes, exit_codes
-from dspark_pd.lock import locked
-from dspark_pd.plan import Plan, PlannedFile
-from dspark_pd.result import Result
-from dspark_pd.survey import Survey
-from dspark_pd.transaction import remove_leftovers
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.result import Result
+from dspark_pd.planning import changes
+from dspark_pd.planning.plan import Plan, PlannedFile
+from dspark_pd.target.lock import locked
+from dspark_pd.target.survey import Survey
+from dspark_pd.target.transaction import remove_leftovers
 from dspark_pd.verbs.context import (
     Context,
     asked_components,

@@ -9,12 +9,12 @@ from typing import Final
 
 from packaging.version import Version
 
-from dspark_pd.errors import Problem, Refused, refuse
-from dspark_pd.hunk_fields import COMPONENTS
-from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
-from dspark_pd.plan import Plan, make_plan
-from dspark_pd.survey import Survey
-from dspark_pd.target import Target, find_target
+from dspark_pd.messages.errors import Problem, Refused, refuse
+from dspark_pd.patchset.fields import COMPONENTS
+from dspark_pd.patchset.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
+from dspark_pd.planning.plan import Plan, make_plan
+from dspark_pd.target.survey import Survey
+from dspark_pd.target.target import Target, find_target
 
 CLONE: Final = "in the clone of sglang-dspark-pd"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from argparse import Namespace
 
-from dspark_pd import changes, exit_codes
-from dspark_pd.result import Result
-from dspark_pd.transaction import Change
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.result import Result
+from dspark_pd.planning import changes
+from dspark_pd.target.transaction import Change
 from dspark_pd.verbs.apply import notes
 from dspark_pd.verbs.context import asked_components, open_context, refuse_any
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from dspark_pd import fsops
-from dspark_pd.errors import Refused, from_os_error, refuse
 from dspark_pd.export.checkout import Checkout, open_checkout
 from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
 from dspark_pd.export.message import compose, purposes
-from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
-from dspark_pd.plan import Plan, make_plan
-from dspark_pd.result import Result
-from dspark_pd.target import Target, find_target
+from dspark_pd.messages.errors import Refused, from_os_error, refuse
+from dspark_pd.messages.result import Result
+from dspark_pd.patchset.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
+from dspark_pd.planning.plan import Plan, make_plan
+from dspark_pd.target import fsops
+from dspark_pd.target.target import Target, find_target
 from dspark_pd.verbs.context import named_components, refuse_any, unknown_release
 
 _PACKAGE = "python/sglang/"

@@ -7,13 +7,13 @@ from argparse import Namespace
 
 from packaging.version import Version
 
-from dspark_pd import exit_codes
-from dspark_pd.error_catalogue import catalogue
-from dspark_pd.errors import Problem, refuse
-from dspark_pd.hunk import Hunk
-from dspark_pd.overlay_lists import Module
-from dspark_pd.patch_set import PatchSet, load_patch_set
-from dspark_pd.result import Result
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.error_catalogue import catalogue
+from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.messages.result import Result
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.lists import Module
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.verbs.context import named_components
 
 
@@ -158,7 +158,7 @@ def _errors() -> Result:
 
 
 def _check(options: Namespace) -> Result:
-    from dspark_pd import hygiene
+    from dspark_pd.patchset import hygiene
 
     patch_set = load_patch_set(options.overlay)
     problems = hygiene.check(patch_set)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dspark_pd import changes, exit_codes
-from dspark_pd.errors import Problem
-from dspark_pd.plan import Plan
-from dspark_pd.result import Result
-from dspark_pd.selection import Choice
-from dspark_pd.survey import Survey
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.result import Result
+from dspark_pd.planning import changes
+from dspark_pd.planning.plan import Plan
+from dspark_pd.planning.selection import Choice
+from dspark_pd.target.survey import Survey
 from dspark_pd.verbs.apply import notes
 from dspark_pd.verbs.context import (
     Context,

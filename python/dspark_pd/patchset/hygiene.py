@@ -10,13 +10,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from dspark_pd.conditions import defines
-from dspark_pd.errors import Problem
-from dspark_pd.hunk import Hunk
-from dspark_pd.hunk_fields import MAX_INSERTED_LINES
-from dspark_pd.overlay_lists import MODULES_FILE
-from dspark_pd.patch_set import PatchSet, contradiction
-from dspark_pd.selection import imported, module_name
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.fields import MAX_INSERTED_LINES
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.lists import MODULES_FILE
+from dspark_pd.patchset.patch_set import PatchSet, contradiction
+from dspark_pd.patchset.python_source import defines, imported, module_name
 
 
 def check(patch_set: PatchSet) -> list[Problem]:

@@ -17,10 +17,10 @@ from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
 
-from dspark_pd.errors import refuse
-from dspark_pd.patch_set import default_overlay
-from dspark_pd.state import StateFolder
-from dspark_pd.target_release import read_release
+from dspark_pd.messages.errors import refuse
+from dspark_pd.patchset.patch_set import default_overlay
+from dspark_pd.target.release import read_release
+from dspark_pd.target.state import StateFolder
 
 
 @dataclass(frozen=True)

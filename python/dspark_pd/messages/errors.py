@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from dspark_pd.error_catalogue import PARTS, ErrorKind, catalogue
+from dspark_pd.messages.error_catalogue import PARTS, ErrorKind, catalogue
 
 _ON_TARGET = re.compile(r"dspark-pd (status|diff|apply|revert)\b(?! --target)")
 

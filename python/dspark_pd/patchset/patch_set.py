@@ -15,10 +15,10 @@ from typing import Final
 
 from packaging.version import Version
 
-from dspark_pd.errors import Problem, Refused
-from dspark_pd.hunk import HUNK_SUFFIX, Hunk, load_hunk_file
-from dspark_pd.hunk_fields import COMPONENTS
-from dspark_pd.overlay_lists import Module, load_modules, load_releases
+from dspark_pd.messages.errors import Problem, Refused
+from dspark_pd.patchset.fields import COMPONENTS
+from dspark_pd.patchset.hunk import HUNK_SUFFIX, Hunk, load_hunk_file
+from dspark_pd.patchset.lists import Module, load_modules, load_releases
 
 DEFAULT_COMPONENTS: Final = tuple(name for name in COMPONENTS if name != "cpu")
 """What a command means when no component is named; ``cpu`` only on request."""
@@ -50,7 +50,7 @@ class PatchSet:
 
 def default_overlay() -> Path:
     """Return the overlay that belongs to this copy of the tool."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     packed = package / "_overlay"
     return packed if packed.is_dir() else package.parent / "sglang"
 

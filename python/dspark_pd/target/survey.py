@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from dspark_pd import fsops
-from dspark_pd.errors import Problem
-from dspark_pd.patch_set import default_overlay
-from dspark_pd.provenance import Provenance
-from dspark_pd.state import Entry, Ledger, StateFolder
-from dspark_pd.target import Target
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.patch_set import default_overlay
+from dspark_pd.target import fsops
+from dspark_pd.target.provenance import Provenance
+from dspark_pd.target.state import Entry, Ledger, StateFolder
+from dspark_pd.target.target import Target
 
 Condition = Literal["original", "ours", "replaced", "missing", "edited"]
 

@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from dspark_pd.astgrep import Match
+from dspark_pd.planning.astgrep import Match
 
 _REST_OF_LINE = re.compile(rb"[ \t]*(#[^\n]*)?(?=\n|\Z)")
 

@@ -15,13 +15,13 @@ from typing import Literal
 
 from packaging.version import Version
 
-from dspark_pd import astgrep
-from dspark_pd.conditions import Originals, encoding_problem
-from dspark_pd.errors import Problem
-from dspark_pd.insertion import Edit, normalise, splice
-from dspark_pd.matching import Misfit, edits_of_choice, unrecorded
-from dspark_pd.patch_set import PatchSet
-from dspark_pd.selection import Choice, choose, modules_for
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.patch_set import PatchSet
+from dspark_pd.planning import astgrep
+from dspark_pd.planning.conditions import Originals, encoding_problem
+from dspark_pd.planning.insertion import Edit, normalise, splice
+from dspark_pd.planning.matching import Misfit, edits_of_choice, unrecorded
+from dspark_pd.planning.selection import Choice, choose, modules_for
 
 _SCANS_AT_ONCE = 4
 

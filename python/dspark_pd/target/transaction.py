@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dspark_pd import fsops
-from dspark_pd.errors import HALF_DONE, UNCHANGED, Refused, from_os_error
-from dspark_pd.state import Entry, Ledger, StateFolder
+from dspark_pd.messages.errors import HALF_DONE, UNCHANGED, Refused, from_os_error
+from dspark_pd.target import fsops
+from dspark_pd.target.state import Entry, Ledger, StateFolder
 
 
 @dataclass(frozen=True)

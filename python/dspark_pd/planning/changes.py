@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 import dspark_pd
-from dspark_pd import fsops
-from dspark_pd.plan import PlannedFile
-from dspark_pd.state import Entry, Ledger
-from dspark_pd.survey import Survey
-from dspark_pd.transaction import Change, Transaction
+from dspark_pd.planning.plan import PlannedFile
+from dspark_pd.target import fsops
+from dspark_pd.target.state import Entry, Ledger
+from dspark_pd.target.survey import Survey
+from dspark_pd.target.transaction import Change, Transaction
 
 
 def build(

@@ -6,15 +6,15 @@ ourselves must not count as upstream's.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from dspark_pd import astgrep
-from dspark_pd.errors import Problem
-from dspark_pd.hunk import Hunk
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.python_source import defines
+from dspark_pd.planning import astgrep
 
 Originals = Callable[[str], bytes | None]
 """Return the original of a path relative to ``sglang``, or None when it has none."""
@@ -30,33 +30,6 @@ def dropped(hunk: Hunk, release: Version, originals: Originals) -> bool:
         return defines(originals(path), name)
     if kind == "match":
         return _matches(hunk, argument, originals(hunk.target))
-    return False
-
-
-def defines(source: bytes | None, dotted: str) -> bool:
-    """Whether ``source`` defines ``dotted``, such as ``Class.method`` or ``NAME``."""
-    if source is None:
-        return False
-    try:
-        body: list[ast.stmt] = ast.parse(source).body
-    except (SyntaxError, ValueError):
-        # A damaged file defines nothing; what is wrong with it is said elsewhere.
-        return False
-    for name in dotted.split("."):
-        found = next((node for node in body if _binds(node, name)), None)
-        if found is None:
-            return False
-        body = getattr(found, "body", [])
-    return True
-
-
-def _binds(node: ast.stmt, name: str) -> bool:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return node.name == name
-    if isinstance(node, ast.AnnAssign):
-        return isinstance(node.target, ast.Name) and node.target.id == name
-    if isinstance(node, ast.Assign):
-        return any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
     return False
 
 

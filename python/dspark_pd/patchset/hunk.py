@@ -7,6 +7,7 @@ because a hunk that silently does nothing is what this tool exists to prevent.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,10 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from dspark_pd.astgrep import as_document
-from dspark_pd.errors import Problem, Refused
-from dspark_pd.hunk_fields import misfits
-from dspark_pd.ranges import ReleaseRange
-from dspark_pd.yaml_documents import Document, load_documents
+from dspark_pd.messages.errors import Problem, Refused
+from dspark_pd.patchset.fields import misfits
+from dspark_pd.patchset.ranges import ReleaseRange
+from dspark_pd.patchset.yaml_documents import Document, load_documents
 
 HUNK_SUFFIX: Final = ".hunks.yml"
 _RULE_KEYS: Final = ("rule", "constraints", "utils", "transform", "fix")
@@ -85,12 +85,15 @@ class Hunk:
         return self.releases.contains(release, prereleases=True)
 
     def as_rule(self) -> str:
-        """Return what ast-grep needs of the document, as one YAML document."""
+        """Return what ast-grep needs of the document, as one YAML document.
+
+        JSON is a subset of YAML.
+        """
         rule: dict[str, Any] = {
             key: self.data[key] for key in _RULE_KEYS if key in self.data
         }
         head = {"id": self.id, "language": "python", "severity": "hint"}
-        return as_document({**head, **rule})
+        return json.dumps({**head, **rule})
 
 
 def load_hunk_file(path: Path, overlay: Path) -> list[Hunk]:

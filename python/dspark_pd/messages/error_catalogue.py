@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from dspark_pd import exit_codes
+from dspark_pd.messages import exit_codes
 
 PARTS: Final = ("title", "expected", "found", "cause", "next")
 """What every error says: what is wrong, what was wanted, what is there, why, what now."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from dspark_pd.target_release import dist_info
+from dspark_pd.target.release import dist_info
 
 _TIMEOUT_S: Final = 10
 

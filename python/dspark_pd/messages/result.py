@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from dspark_pd import exit_codes
-from dspark_pd.errors import Problem
-from dspark_pd.target import Target
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import Problem
+
+
+class Place(Protocol):
+    """The target of a verb, as far as it is shown."""
+
+    @property
+    def shown(self) -> str: ...
+
+    def as_dict(self) -> dict[str, object]: ...
 
 
 @dataclass
@@ -19,7 +27,7 @@ class Result:
     """
 
     exit_code: int = exit_codes.OK
-    target: Target | None = None
+    target: Place | None = None
     data: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from dspark_pd.errors import refuse
+from dspark_pd.messages.errors import refuse
 
 PINNED: Final = "0.51.1"
 _TIMEOUT_S: Final = 60

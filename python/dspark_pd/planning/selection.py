@@ -6,18 +6,18 @@ first, and the one whose count is right is taken: that tells whether the set wou
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from packaging.version import Version
 
-from dspark_pd.conditions import Originals, dropped
-from dspark_pd.errors import Problem
-from dspark_pd.hunk import Hunk
-from dspark_pd.overlay_lists import Module
-from dspark_pd.patch_set import PatchSet, contradiction
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.lists import Module
+from dspark_pd.patchset.patch_set import PatchSet, contradiction
+from dspark_pd.patchset.python_source import imported, module_name
+from dspark_pd.planning.conditions import Originals, dropped
 
 Verdict = Literal["wanted", "not needed", "not applicable", "unserved"]
 
@@ -126,52 +126,9 @@ def modules_for(
     return sorted(chosen.values(), key=lambda module: module.path), problems
 
 
-def module_name(path: str) -> str:
-    """Return the dotted name of a path relative to ``sglang``."""
-    stem = path.removesuffix(".py").removesuffix("/__init__")
-    return "sglang." + stem.replace("/", ".")
-
-
 def _called(hunks: Iterable[Hunk], by_name: dict[str, Module]) -> list[Module]:
     names = [str(hunk.metadata.get("calls", "")).rpartition(".")[0] for hunk in hunks]
     found = [by_name[name] for name in names if name in by_name]
     for hunk in hunks:
         found += [m for name, m in by_name.items() if f"{name} " in hunk.data["fix"]]
     return found
-
-
-def imported(source: bytes, by_name: dict[str, Module]) -> list[Module]:
-    """Return the overlay modules that ``source`` cannot do without.
-
-    An import that may fail, inside ``try`` with ``except ImportError``, is an offer to
-    another component and brings nothing along.
-    """
-    tree = ast.parse(source)
-    optional = {
-        id(node)
-        for attempt in ast.walk(tree)
-        if isinstance(attempt, ast.Try) and _survives_import_error(attempt)
-        for statement in attempt.body
-        for node in ast.walk(statement)
-    }
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in optional:
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-            names.add(node.module)
-    return [module for name, module in by_name.items() if name in names]
-
-
-def _survives_import_error(attempt: ast.Try) -> bool:
-    caught: list[ast.expr] = []
-    for handler in attempt.handlers:
-        kinds = handler.type
-        caught += (
-            kinds.elts if isinstance(kinds, ast.Tuple) else [kinds] if kinds else []
-        )
-    names = {kind.id for kind in caught if isinstance(kind, ast.Name)}
-    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception"})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dspark_pd.astgrep import Match
-from dspark_pd.errors import Problem
-from dspark_pd.hunk import Hunk
-from dspark_pd.insertion import Edit, NotAnInsertion, edits_of
-from dspark_pd.selection import Choice
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.planning.astgrep import Match
+from dspark_pd.planning.insertion import Edit, NotAnInsertion, edits_of
+from dspark_pd.planning.selection import Choice
 
 _FEW: Final = 3
 

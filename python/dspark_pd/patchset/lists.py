@@ -9,10 +9,10 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from packaging.version import Version
 
-from dspark_pd.errors import refuse
-from dspark_pd.hunk_fields import COMPONENTS
-from dspark_pd.ranges import ReleaseRange
-from dspark_pd.yaml_documents import load_documents
+from dspark_pd.messages.errors import refuse
+from dspark_pd.patchset.fields import COMPONENTS
+from dspark_pd.patchset.ranges import ReleaseRange
+from dspark_pd.patchset.yaml_documents import load_documents
 
 MODULES_FILE: Final = "overlay.yml"
 RELEASES_FILE: Final = "releases.yml"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dspark_pd.errors import Refused, from_os_error, refuse
+from dspark_pd.messages.errors import Refused, from_os_error, refuse
 
 _NO_FOLDER_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.EISDIR)
 _LOCK_FILE: Final = ".dspark_pd.lock"

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from dspark_pd import fsops
-from dspark_pd.errors import refuse
+from dspark_pd.messages.errors import refuse
+from dspark_pd.target import fsops
 
 FOLDER: Final = ".dspark_pd"
 SCHEMA: Final = 1

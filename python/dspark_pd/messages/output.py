@@ -7,8 +7,8 @@ import sys
 from typing import Any, Final, TextIO
 
 import dspark_pd
-from dspark_pd import exit_codes
-from dspark_pd.result import Result
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.result import Result
 
 SCHEMA: Final = 1
 MAX_SHOWN_PROBLEMS: Final = 10

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dspark_pd.errors import refuse
+from dspark_pd.messages.errors import refuse
 
 # libyaml is five times faster; the pure loader gives the same result without it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
