@@ -36,7 +36,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from dspark_pd.patchset.fields import COMPONENTS  # noqa: E402
 from dspark_pd.patchset.hunk import Hunk  # noqa: E402
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set  # noqa: E402
 from dspark_pd.planning.plan import Plan, make_plan  # noqa: E402
@@ -195,7 +194,7 @@ def plan_of(patch_set: PatchSet, stock: Path) -> Plan:
         file = stock / "sglang" / path
         return file.read_bytes() if file.is_file() else None
 
-    return make_plan(patch_set, target.release, COMPONENTS, original)
+    return make_plan(patch_set, target.release, patch_set.components, original)
 
 
 def write_source(path: Path, data: bytes) -> None:

@@ -25,11 +25,13 @@ _VERBS: Final = {
     "apply": "put the set on the target; twice is the same as once",
     "revert": "take it off again, byte for byte",
     "export": "write a branch or patch in SGLang's own form on a checkout",
+    "describe": "print what an engine would be started with, for the doctor",
     "doctor": "compare a prefill and a decode engine before traffic",
+    "explain": "what is known of a hunk or of a code",
     "demo": "run prefill, decode and router with tiny models on this machine",
 }
 _MODULES: Final = {"list": "listing"}
-_OWN_OPTIONS: Final = ("export", "doctor")
+_OWN_OPTIONS: Final = ("export", "describe", "doctor", "explain")
 _GO_ON: Final = "dspark-pd apply or revert"
 _PLANNING: Final = ("status", "diff", "apply", "revert")
 
@@ -124,11 +126,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
-    from dspark_pd.patchset.fields import COMPONENTS
-
-    text = f"a part of the set (repeatable; default: {default})"
-    names = [*COMPONENTS, "all"]
-    parser.add_argument("--component", action="append", choices=names, help=text)
+    text = f"a part of the set, or all (repeatable; default: {default})"
+    parser.add_argument("--component", action="append", metavar="NAME", help=text)
 
 
 def _release(text: str) -> str:
@@ -141,8 +140,6 @@ def _release(text: str) -> str:
 
 
 def _module_of(verb: str) -> Any:
-    if verb == "doctor":
-        return importlib.import_module("dspark_pd.doctor")
     return importlib.import_module(f"dspark_pd.verbs.{_MODULES.get(verb, verb)}")
 
 
@@ -150,8 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     verb = given[0] if given and given[0] in _VERBS else None
-    loud = bool({"-v", "--verbose"} & set(given))
-    in_json = "--json" in given and verb != "demo"
+    ours = _divided(given)[0]
+    loud = bool({"-v", "--verbose"} & set(ours))
+    in_json = "--json" in ours and verb != "demo"
     options = argparse.Namespace(
         verb=verb, json=in_json, quiet=False, verbose=loud, target=None
     )
@@ -181,12 +179,23 @@ def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
     from dspark_pd.messages.errors import Refused, from_os_error
 
     try:
-        build_parser(given[0] if given else None).parse_args(given, options)
+        ours, engines = _divided(given)
+        build_parser(given[0] if given else None).parse_args(ours, options)
+        if engines is not None:
+            options.argv = engines
         return options, _module_of(options.verb).run(options)
     except Refused as refused:
         return options, _refusal(refused.problems)
     except OSError as error:
         return options, _refusal([from_os_error(error)])
+
+
+def _divided(given: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return our words and, for ``describe``, the engine's words behind ``--``."""
+    if given[:1] != ["describe"] or "--" not in given:
+        return given, None
+    at = given.index("--")
+    return given[:at], given[at + 1 :]
 
 
 def _fault(error: Exception, loud: bool) -> Any:

@@ -180,5 +180,5 @@ def test_list_of_one_file(run: Run, prefix: str) -> None:
     assert [hunk["id"] for hunk in outcome.data["hunks"]] == ["start.check-settings"]
     assert outcome.data["modules"] == []
     module = run("list", f"{prefix}srt/agreement/rules.py")
-    assert [m["component"] for m in module.data["modules"]] == ["handshake"]
+    assert [m["component"] for m in module.data["modules"]] == ["agreement"]
     assert module.data["hunks"] == []

@@ -8,12 +8,13 @@ refused, because a mistyped name would otherwise be a field left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-COMPONENTS: Final = ("native", "robustness", "handshake", "handoff", "cpu")
+from dspark_pd.patchset.components import current_name
+
 KINDS: Final = ("wire", "seam", "gate", "fix")
 MAX_MESSAGE_COLUMNS: Final = 80
 MAX_NOTE_LINES: Final = 6
@@ -25,12 +26,13 @@ _Table = dict[str, tuple[bool, str, _Test]]
 
 _ID = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9]*(-[a-z0-9]+)+(@\d+\.\d+\.\d+)?")
 _URL = re.compile(r"https://github\.com/\S+")
+_REVIEW = re.compile(r"https://\S+")
 _DOTTED = re.compile(r"sglang(\.[A-Za-z_]\w*){2,}")
 _TEST_ID = re.compile(r"test/[\w/]+\.py(::\w+){1,2}")
 _SYMBOL = re.compile(r"[\w/]+\.py::\w+(\.\w+)*")
 
 
-def misfits(data: object) -> Iterator[Misfit]:
+def misfits(data: object, components: Iterable[str]) -> Iterator[Misfit]:
     """Yield (field, what is wanted, what is there) for each wrong field."""
     if not isinstance(data, dict):
         yield "document", "a mapping", type(data).__name__
@@ -39,6 +41,10 @@ def misfits(data: object) -> Iterator[Misfit]:
     metadata = data.get("metadata")
     if isinstance(metadata, dict):
         yield from _walk(metadata, _METADATA, "metadata.")
+        component = metadata.get("component")
+        if component is not None and current_name(str(component)) not in components:
+            wanted = f"one of {', '.join(components)}"
+            yield "metadata.component", wanted, repr(component)
 
 
 def _walk(data: dict[str, Any], table: _Table, prefix: str) -> Iterator[Misfit]:
@@ -88,11 +94,14 @@ def _forwarded(value: Any) -> bool:
     )
 
 
+DECIDABLE: Final = ("release", "symbol", "match")
+"""Drop conditions that a program can decide; ``review`` names what a person reads."""
 _DROP_TESTS: Final[dict[str, _Test]] = {
     "release": _ranges,
     "symbol": _matches(_SYMBOL),
     "match": _text,
-    "never": _text,
+    "review": _matches(_REVIEW),
+    "never": _text,  # goes as soon as no hunk has it
 }
 
 
@@ -124,11 +133,7 @@ _TOP: Final[_Table] = {
 
 _METADATA: Final[_Table] = {
     "kind": (True, f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
-    "component": (
-        True,
-        f"one of {', '.join(COMPONENTS)}",
-        lambda value: value in COMPONENTS,
-    ),
+    "component": (True, "a component", lambda value: isinstance(value, str)),
     "releases": (True, 'a quoted range such as ">=0.5.16,<0.5.24"', _ranges),
     "expect": (False, "a count of at least 1", lambda n: type(n) is int and n > 0),
     "forwarded": (
@@ -138,7 +143,7 @@ _METADATA: Final[_Table] = {
     ),
     "drop_when": (
         True,
-        "one of release: range, symbol: file.py::name, match: pattern, never: reason",
+        "one of release: range, symbol: file.py::name, match: pattern, review: URL",
         _drop_when,
     ),
     "calls": (False, "sglang.<module>.<function> of the overlay", _matches(_DOTTED)),

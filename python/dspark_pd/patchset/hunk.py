@@ -8,6 +8,7 @@ because a hunk that silently does nothing is what this tool exists to prevent.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
+from dspark_pd.patchset.components import current_name
 from dspark_pd.patchset.fields import misfits
 from dspark_pd.patchset.ranges import ReleaseRange
 from dspark_pd.patchset.yaml_documents import Document, load_documents
@@ -60,7 +62,7 @@ class Hunk:
 
     @property
     def component(self) -> str:
-        return str(self.metadata["component"])
+        return current_name(str(self.metadata["component"]))
 
     @property
     def expect(self) -> int:
@@ -96,13 +98,13 @@ class Hunk:
         return json.dumps({**head, **rule})
 
 
-def load_hunk_file(path: Path, overlay: Path) -> list[Hunk]:
+def load_hunk_file(path: Path, overlay: Path, components: Iterable[str]) -> list[Hunk]:
     """Return the hunks of one file of ``overlay``; refuse with S201 or S202."""
     shown = path.relative_to(overlay).as_posix()
     target = shown.removesuffix(HUNK_SUFFIX)
     hunks, problems = [], []
     for document in load_documents(path, shown):
-        found = _problems_of(document, shown)
+        found = _problems_of(document, shown, components)
         problems += found
         if not found:
             place = f"{shown}:{document.line}"
@@ -112,7 +114,9 @@ def load_hunk_file(path: Path, overlay: Path) -> list[Hunk]:
     return hunks
 
 
-def _problems_of(document: Document, shown: str) -> list[Problem]:
+def _problems_of(
+    document: Document, shown: str, components: Iterable[str]
+) -> list[Problem]:
     data = document.data
     hunk_id = data.get("id", "a hunk") if isinstance(data, dict) else "a hunk"
     return [
@@ -127,5 +131,5 @@ def _problems_of(document: Document, shown: str) -> list[Problem]:
                 "value": value,
             },
         )
-        for field, wanted, value in misfits(data)
+        for field, wanted, value in misfits(data, components)
     ]

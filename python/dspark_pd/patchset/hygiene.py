@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.components import with_needs
 from dspark_pd.patchset.fields import MAX_INSERTED_LINES
 from dspark_pd.patchset.hunk import Hunk
-from dspark_pd.patchset.lists import MODULES_FILE
+from dspark_pd.patchset.lists import MODULES_FILE, Module
 from dspark_pd.patchset.patch_set import PatchSet, contradiction
 from dspark_pd.patchset.python_source import defines, imported, module_name
 
@@ -24,6 +25,7 @@ def check(patch_set: PatchSet) -> list[Problem]:
     return [
         *_module_problems(patch_set),
         *_reach_problems(patch_set),
+        *_need_problems(patch_set),
         *(p for hunk in patch_set.hunks for p in _call_problems(patch_set, hunk)),
         *(p for hunk in patch_set.hunks for p in _proof_problems(hunk, repository)),
         *(p for hunk in patch_set.hunks for p in _record_problems(hunk)),
@@ -63,6 +65,32 @@ def _reach_problems(patch_set: PatchSet) -> Iterator[Problem]:
         if module.path not in reached:
             wanted = "a hunk that calls it, a module that imports it, or reached_by"
             yield contradiction(module.path, wanted, "an orphan")
+
+
+def _need_problems(patch_set: PatchSet) -> Iterator[Problem]:
+    """What a module or hunk imports is in its component or in one that it needs, and
+    serves every release that it serves."""
+    by_name = {module_name(module.path): module for module in patch_set.modules}
+    users: list[tuple[str, Module | Hunk, list[Module]]] = [
+        (module.path, module, imported(patch_set.source(module), by_name))
+        for module in patch_set.modules
+        if (patch_set.overlay / module.path).is_file()
+    ]
+    for hunk in patch_set.hunks:
+        text = hunk.data["fix"]
+        found = [m for name, m in by_name.items() if f"{name} import" in text]
+        users.append((hunk.id, hunk, found))
+    for name, user, used in users:
+        allowed = with_needs(patch_set.components, [user.component])
+        for module in used:
+            if module.component not in allowed:
+                wanted = f"{module.component} in the needs of {user.component}"
+                yield contradiction(f"{name} imports {module.path}", wanted, allowed)
+            for release in patch_set.releases:
+                if user.serves(release) and not module.serves(release):
+                    wanted = f"a range of {module.path} with {release}"
+                    yield contradiction(name, wanted, module.releases)
+                    break
 
 
 def _call_problems(patch_set: PatchSet, hunk: Hunk) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, TypeVar
 from packaging.version import Version
 
 from dspark_pd.messages.errors import refuse
-from dspark_pd.patchset.fields import COMPONENTS
+from dspark_pd.patchset.components import Components, current_name
 from dspark_pd.patchset.ranges import ReleaseRange
 from dspark_pd.patchset.yaml_documents import load_documents
 
@@ -39,10 +39,17 @@ class Module:
         return self.releases.contains(release, prereleases=True)
 
 
-def load_modules(overlay: Path) -> tuple[Module, ...]:
+def load_modules(overlay: Path, components: Components) -> tuple[Module, ...]:
     """Return the modules of ``overlay``; refuse with S201 or S202."""
-    wanted = f"path, component ({', '.join(COMPONENTS)}), a release range, what"
-    return tuple(_load(overlay / MODULES_FILE, _module, wanted))
+    wanted = f"path, component ({', '.join(components)}), a release range, what"
+
+    def read(item: dict[str, Any]) -> Module:
+        module = _module(item)
+        if module.component not in components:
+            raise ValueError(item)
+        return module
+
+    return tuple(_load(overlay / MODULES_FILE, read, wanted))
 
 
 def load_releases(overlay: Path) -> tuple[Version, ...]:
@@ -72,11 +79,11 @@ def _load(path: Path, read: Callable[[Any], _Item], wanted: str) -> list[_Item]:
 def _module(item: dict[str, Any]) -> Module:
     unknown = item.keys() - {*_REQUIRED, *_OPTIONAL}
     missing = set(_REQUIRED) - item.keys()
-    if unknown or missing or item["component"] not in COMPONENTS:
+    if unknown or missing:
         raise ValueError(item)
     return Module(
         path=item["path"],
-        component=item["component"],
+        component=current_name(item["component"]),
         releases=ReleaseRange(item["releases"]),
         what=item["what"],
         reached_by=item.get("reached_by"),

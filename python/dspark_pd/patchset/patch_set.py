@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
-from dspark_pd.patchset.fields import COMPONENTS
+from dspark_pd.patchset.components import Components, load_components
 from dspark_pd.patchset.hunk import HUNK_SUFFIX, Hunk, load_hunk_file
 from dspark_pd.patchset.lists import Module, load_modules, load_releases
-
-DEFAULT_COMPONENTS: Final = tuple(name for name in COMPONENTS if name != "cpu")
-"""What a command means when no component is named; ``cpu`` only on request."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,7 @@ class PatchSet:
     """Everything that can be applied, read and checked."""
 
     overlay: Path
+    components: Components
     releases: tuple[Version, ...]
     modules: tuple[Module, ...]
     hunks: tuple[Hunk, ...]
@@ -58,18 +55,19 @@ def default_overlay() -> Path:
 def load_patch_set(overlay: Path | None = None) -> PatchSet:
     """Return the set in ``overlay``; refuse with S2xx if any record is wrong."""
     overlay = overlay or default_overlay()
-    releases, modules = load_releases(overlay), load_modules(overlay)
+    components = load_components(overlay)
+    releases, modules = load_releases(overlay), load_modules(overlay, components)
     hunks: list[Hunk] = []
     problems: list[Problem] = []
     for path in sorted(overlay.rglob(f"*{HUNK_SUFFIX}")):
         try:
-            hunks += load_hunk_file(path, overlay)
+            hunks += load_hunk_file(path, overlay, components)
         except Refused as refused:
             problems += refused.problems
     problems += _repeated_ids(hunks)
     if problems:
         raise Refused(problems)
-    patch_set = PatchSet(overlay, releases, modules, tuple(hunks))
+    patch_set = PatchSet(overlay, components, releases, modules, tuple(hunks))
     problems = list(_range_problems(patch_set))
     if problems:
         raise Refused(problems)

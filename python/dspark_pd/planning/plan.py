@@ -79,10 +79,7 @@ def make_plan(
             plan.misfits[choice.identity] = _unserved(choice, release)
     wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
     _plan_hunks(plan, wanted, release, originals)
-    hunks = [choice.hunk for choice in wanted]
-    modules, problems = modules_for(patch_set, release, components, hunks)
-    plan.problems += problems
-    for module in modules:
+    for module in modules_for(patch_set, release, components):
         source = patch_set.source(module)
         original = originals(module.path)
         if original not in (None, source):

@@ -12,11 +12,9 @@ from typing import Literal
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import Problem
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import Module
-from dspark_pd.patchset.patch_set import PatchSet, contradiction
-from dspark_pd.patchset.python_source import imported, module_name
+from dspark_pd.patchset.patch_set import PatchSet
 from dspark_pd.planning.conditions import Originals, dropped
 
 Verdict = Literal["wanted", "not needed", "not applicable", "unserved"]
@@ -92,43 +90,19 @@ def _since(patch_set: PatchSet, served: list[Version]) -> str:
 
 
 def modules_for(
-    patch_set: PatchSet,
-    release: Version,
-    components: Iterable[str],
-    hunks: Iterable[Hunk],
-) -> tuple[list[Module], list[Problem]]:
-    """Return the modules of ``components`` and all that they and ``hunks`` import.
+    patch_set: PatchSet, release: Version, components: Iterable[str]
+) -> list[Module]:
+    """Return the modules of ``components``; what they need is in them (``with_needs``).
 
-    A module may belong to another component than the one that calls it; the import
-    decides, so that no component can be applied without its own code.
+    On a release that is not known all are tried.
     """
     known = patch_set.knows(release)
-    by_name = {module_name(module.path): module for module in patch_set.modules}
     wanted = set(components)
-    queue = [
-        module
-        for module in patch_set.modules
-        if module.component in wanted and (module.serves(release) or not known)
-    ]
-    queue += _called(hunks, by_name)
-    chosen: dict[str, Module] = {}
-    problems = []
-    while queue:
-        module = queue.pop()
-        if module.path in chosen:
-            continue
-        if known and not module.serves(release):
-            problems.append(
-                contradiction(module.path, f"a range with {release}", module.releases)
-            )
-        chosen[module.path] = module
-        queue += imported(patch_set.source(module), by_name)
-    return sorted(chosen.values(), key=lambda module: module.path), problems
-
-
-def _called(hunks: Iterable[Hunk], by_name: dict[str, Module]) -> list[Module]:
-    names = [str(hunk.metadata.get("calls", "")).rpartition(".")[0] for hunk in hunks]
-    found = [by_name[name] for name in names if name in by_name]
-    for hunk in hunks:
-        found += [m for name, m in by_name.items() if f"{name} " in hunk.data["fix"]]
-    return found
+    return sorted(
+        (
+            module
+            for module in patch_set.modules
+            if module.component in wanted and (module.serves(release) or not known)
+        ),
+        key=lambda module: module.path,
+    )

@@ -15,6 +15,7 @@ from dspark_pd.verbs.context import (
     Context,
     asked_components,
     look_again,
+    need_notes,
     open_context,
     refuse_any,
 )
@@ -31,7 +32,9 @@ def run(options: Namespace) -> Result:
 def _apply(context: Context, options: Namespace) -> Result:
     survey = context.survey
     refuse_any(survey.problems())
-    components = asked_components(options, survey.ledger.components)
+    components = asked_components(
+        options, context.patch_set.components, survey.ledger.components
+    )
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     refuse_any([unknown] if unknown else plan.problems)
@@ -44,6 +47,7 @@ def _apply(context: Context, options: Namespace) -> Result:
         transaction.run()
     result = _describe(plan, context, options.dry_run, needed)
     result.data["components"] = list(components)
+    result.notes += need_notes(options, context.patch_set.components, components)
     return result
 
 

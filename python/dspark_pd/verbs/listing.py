@@ -11,6 +11,7 @@ from dspark_pd.messages import exit_codes
 from dspark_pd.messages.error_catalogue import catalogue
 from dspark_pd.messages.errors import Problem, refuse
 from dspark_pd.messages.result import Result
+from dspark_pd.patchset.fields import DECIDABLE
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import Module
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
@@ -26,10 +27,10 @@ def run(options: Namespace) -> Result:
     file = (options.id or "").removeprefix("python/").removeprefix("sglang/")
     files = {*(h.target for h in patch_set.hunks), *(m.path for m in patch_set.modules)}
     if file in files:
-        return _all(patch_set, named_components(options), file)
+        return _all(patch_set, named_components(options, patch_set.components), file)
     if options.id:
         return _one(patch_set, options.id)
-    return _all(patch_set, named_components(options))
+    return _all(patch_set, named_components(options, patch_set.components))
 
 
 def _all(
@@ -51,11 +52,13 @@ def _all(
     if file is not None:
         lines += [f"{m.component:<10} {m.path}  {m.what}" for m in modules]
     files = len({hunk.target for hunk in hunks})
-    lines.append(
+    decidable = sum(hunk.drop_when[0] in DECIDABLE for hunk in hunks)
+    lines += [
+        f"drop conditions that a program decides: {decidable} of {len(hunks)}",
         f"{_count(len(hunks), 'hunk')} on {_count(files, 'file')}, "
         f"{_count(len(modules), 'module')}, "
-        f"SGLang {_span(_served(patch_set, hunks, modules))}"
-    )
+        f"SGLang {_span(_served(patch_set, hunks, modules))}",
+    ]
     data = {
         "hunks": [hunk_data(patch_set, hunk) for hunk in hunks],
         "modules": [
@@ -68,6 +71,7 @@ def _all(
             for module in modules
         ],
         "releases": [str(release) for release in patch_set.releases],
+        "decidable": decidable,
     }
     return Result(lines=lines, data=data)
 

@@ -14,6 +14,7 @@ from argparse import Namespace
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem
 from dspark_pd.messages.result import Result
+from dspark_pd.patchset.components import with_needs
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan
 from dspark_pd.planning.selection import Choice
@@ -23,6 +24,7 @@ from dspark_pd.verbs.context import (
     Context,
     asked_components,
     named_components,
+    need_notes,
     open_context,
 )
 
@@ -30,8 +32,9 @@ from dspark_pd.verbs.context import (
 def run(options: Namespace) -> Result:
     context = open_context(options)
     survey = context.survey
-    named = named_components(options)
-    components = named or asked_components(options, survey.ledger.components)
+    known = context.patch_set.components
+    named = with_needs(known, named_components(options, known))
+    components = named or asked_components(options, known, survey.ledger.components)
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     edited = survey.problems()
@@ -46,6 +49,7 @@ def run(options: Namespace) -> Result:
     result.lines = _lines(rows, survey, plan)
     result.details = _details(plan)
     result.notes = notes(survey, plan) + _applied_notes(survey)
+    result.notes += need_notes(options, known, components)
     result.data = _data(survey, components, rows)
     return result
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-Kind = Literal["int", "number", "text", "switch"]
+Kind = Literal["int", "number", "text", "json", "switch"]
 
 FIELDS: Final[dict[str, Kind]] = {
     "model_path": "text",
     "revision": "text",
-    "json_model_override_args": "text",
+    "json_model_override_args": "json",
     "dtype": "text",
     "kv_cache_dtype": "text",
     "page_size": "int",
     "tp_size": "int",
     "pp_size": "int",
     "dp_size": "int",
+    "attn_dp_size": "int",
     "attn_cp_size": "int",
     "dcp_size": "int",
     "enable_dp_attention": "switch",
@@ -39,6 +41,7 @@ FIELDS: Final[dict[str, Kind]] = {
     "speculative_draft_model_revision": "text",
     "speculative_draft_kv_cache_dtype": "text",
     "speculative_num_draft_tokens": "int",
+    "speculative_dspark_block_size": "int",
     "disaggregation_mode": "text",
     "disaggregation_transfer_backend": "text",
     "disaggregation_bootstrap_port": "int",
@@ -47,6 +50,10 @@ FIELDS: Final[dict[str, Kind]] = {
     "disaggregation_enable_kv_checksum": "switch",
     "disaggregation_decode_host_receive_threshold": "number",
     "cuda_graph_backend_prefill": "text",
+    "cuda_graph_config": "json",
+    "enable_decoder_swa_bounded_replay": "switch",
+    "enable_encoder_swa_bounded_replay": "switch",
+    "enable_layernorm_sp": "switch",
     "enable_kv_cache_sharding": "switch",
     "enable_pd_role_switch": "switch",
     "enable_pdmux": "switch",
@@ -55,15 +62,12 @@ FIELDS: Final[dict[str, Kind]] = {
     "return_hidden_states_mode": "text",
     "enable_streaming_session": "switch",
     "enable_unified_memory": "switch",
-    "config": "text",
 }
 ALIASES: Final = {
-    "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
-    "pp": "pp_size",
     "pipeline_parallel_size": "pp_size",
-    "dp": "dp_size",
     "data_parallel_size": "dp_size",
+    "attention_data_parallel_size": "attn_dp_size",
     "model": "model_path",
     "attention_context_parallel_size": "attn_cp_size",
     "decode_context_parallel_size": "dcp_size",
@@ -71,14 +75,14 @@ ALIASES: Final = {
     "enable_hicache": "enable_hierarchical_cache",
 }
 NEIGHBOURS: Final = (
-    "attn_dp_size",
     "disaggregation_decode_enable_offload_kvcache",
     "dwdp_size",
     "enable_fp32_lm_head",
     "ep_size",
     "moe_data_parallel_size",
+    "moe_dp_size",
+    "speculative_dflash_block_size",
 )
-OUR_PREFIX: Final = "SGLANG_DSPARK_PD_"
 CAPTURE: Final = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"
 LAYER_IDS: Final = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 TAIL_TOKENS: Final = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
@@ -86,8 +90,6 @@ ALLOW_PARTIAL_CONTEXT: Final = "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT"
 ALLOW_COLD_DRAFT: Final = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
 PEER_DRAFT_TOKENS: Final = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-AUX_TCP: Final = "SGLANG_MOONCAKE_SEND_AUX_TCP"
-MEMORY_POOL: Final = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 VARIABLES: Final[dict[str, Kind]] = {
     CAPTURE: "switch",
     LAYER_IDS: "text",
@@ -96,81 +98,38 @@ VARIABLES: Final[dict[str, Kind]] = {
     ALLOW_COLD_DRAFT: "switch",
     PEER_DRAFT_TOKENS: "int",
     HICACHE_FOLDER: "text",
+    "SGLANG_PP_LAYER_PARTITION": "text",
     # Not "switch": SGLang starts with any value of it.
-    AUX_TCP: "text",
-    MEMORY_POOL: "text",
-}
-_TARGET: Final = ("model_path", "revision", "json_model_override_args")
-_DRAFT: Final = (
-    *_TARGET,
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-)
-# What each key of a description is made from.
-SOURCES: Final[dict[str, tuple[str, ...]]] = {
-    "backend": ("disaggregation_transfer_backend",),
-    "algorithm": ("speculative_algorithm",),
-    "mode": ("speculative_algorithm", CAPTURE, TAIL_TOKENS),
-    "block_size": ("speculative_num_draft_tokens",),
-    "page_size": ("page_size",),
-    "allocation_policy": ("disaggregation_decode_allocation_policy",),
-    "kv_dtype": ("kv_cache_dtype",),
-    "tp": ("tp_size", "dp_size", "attn_cp_size", "enable_dp_attention"),
-    "pp": ("pp_size",),
-    "cp": ("attn_cp_size",),
-    "dp": ("dp_size",),
-    "dcp": ("dcp_size",),
-    "allow_cold_draft": (ALLOW_COLD_DRAFT,),
-    "allow_partial_context": (ALLOW_PARTIAL_CONTEXT,),
-    "target": _TARGET,
-    "target_heads": _TARGET,
-    "attention": _TARGET,
-    "rings": (
-        *_TARGET,
-        "speculative_algorithm",
-        "speculative_num_draft_tokens",
-        CAPTURE,
-        PEER_DRAFT_TOKENS,
-    ),
-    "draft": _DRAFT,
-    "draft_heads": _DRAFT,
-    "draft_attention": _DRAFT,
-    "draft_weights": _DRAFT,
-    "draft_kv_dtype": (
-        *_TARGET,
-        "dtype",
-        "kv_cache_dtype",
-        "speculative_draft_kv_cache_dtype",
-    ),
-    "dspark": (*_DRAFT, TAIL_TOKENS, LAYER_IDS),
+    "SGLANG_MOONCAKE_SEND_AUX_TCP": "text",
+    "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "text",
 }
 ON: Final = ("1", "true", "yes", "y")
 _ON_OR_OFF: Final = (*ON, "0", "false", "no", "n")
+_OURS: Final = "SGLANG_DSPARK_"
 _ALIKE: Final = 0.86
 
 
-def field_of(flag: str) -> str:
-    """Return the field of a flag without its dashes.
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what matters of an environment; misspelt variables of the set as well."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in VARIABLES or name.startswith(_OURS)
+    }
 
-    SGLang's parser takes the beginning of a flag for the flag, so this does too.
+
+def meant_by(name: str) -> str | None:
+    """Return the flag or variable of which ``name`` looks like a misspelling.
+
+    A flag is given and returned as it is typed, dashes first.
     """
-    name = flag.replace("-", "_")
-    name = ALIASES.get(name, name)
-    longer = [field for field in FIELDS if name and field.startswith(name)]
-    return longer[0] if len(longer) == 1 and name not in NEIGHBOURS else name
-
-
-def meant_by(field: str) -> str | None:
-    """Return the field that ``field`` looks like a misspelling of."""
-    if field in FIELDS or field in NEIGHBOURS:
-        return None
-    found = difflib.get_close_matches(field, [*FIELDS, *ALIASES], 1, _ALIKE)
-    return ALIASES.get(found[0], found[0]) if found else None
-
-
-def variable_meant_by(name: str) -> str | None:
-    """Return the variable of the set that ``name`` looks like a misspelling of."""
-    if name in VARIABLES or not name.startswith(OUR_PREFIX[:-3]):
+    if name.startswith("-"):
+        field = name.lstrip("-").partition("=")[0].replace("-", "_")
+        if field in NEIGHBOURS:
+            return None
+        found = difflib.get_close_matches(field, (*FIELDS, *ALIASES), 1, _ALIKE)
+        return flag_of(ALIASES.get(found[0], found[0])) if found else None
+    if name in VARIABLES or not name.startswith(_OURS):
         return None
     found = difflib.get_close_matches(name, VARIABLES, 1, _ALIKE)
     return found[0] if found else None
@@ -181,28 +140,33 @@ def flag_of(name: str) -> str:
     return name if name in VARIABLES else f"--{name.replace('_', '-')}"
 
 
-def value_of(text: str) -> Any:
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
+def settled(name: str, value: Any) -> Any:
+    """Return a value as SGLang reads it: a number where one is asked for."""
+    text = value.strip() if isinstance(value, str) else ""
+    number = FIELDS.get(name) == "int" and re.fullmatch(r"-?\d+", text)
+    return int(text) if number else value
 
 
-def misfit(name: str, value: Any) -> str | None:
+def wanted(name: str, value: Any) -> str | None:
     """Return what ``value`` should be, if SGLang could not start with it."""
     if value is None:
         return None
-    kind = {**FIELDS, **VARIABLES}.get(name)
+    kind = {**FIELDS, **VARIABLES}[name]
+    fits = True
     if kind == "int":
-        if isinstance(value, str):
-            value = value_of(value.strip()) if value.strip() else 0
-        if not isinstance(value, int) or isinstance(value, bool):
-            return "a whole number"
+        whole = re.fullmatch(r"\s*-?\d*\s*", value) if isinstance(value, str) else None
+        fits = type(value) is int or bool(whole)
     elif kind == "number":
-        return None if _is_number(value) else "a number"
-    elif name in VARIABLES and kind == "switch":
-        if str(value).strip().lower() not in _ON_OR_OFF:
-            return "1 or 0"
-    elif kind == "text" and not isinstance(value, str):
-        return "one value"
-    return None
+        fits = _is_number(value)
+    elif kind == "switch" and name in VARIABLES:
+        fits = str(value).strip().lower() in ("", *_ON_OR_OFF)
+    elif kind == "switch":
+        fits = isinstance(value, bool)
+    else:
+        fits = isinstance(value, (str, dict) if kind == "json" else str)
+    words = {"int": "a whole number", "number": "a number", "text": "one value"}
+    words["json"] = "a JSON object"
+    return None if fits else words.get(kind, "on or off")
 
 
 def _is_number(value: object) -> bool:

@@ -9,6 +9,7 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
+from dspark_pd.patchset.components import load_components
 from dspark_pd.patchset.lists import load_modules, load_releases
 from dspark_pd.patchset.patch_set import default_overlay
 
@@ -24,7 +25,11 @@ def released(text: str | None) -> Version | None:
 @cache
 def _served(component: str) -> tuple[Version, ...]:
     overlay = default_overlay()
-    modules = [m for m in load_modules(overlay) if m.component == component]
+    modules = [
+        m
+        for m in load_modules(overlay, load_components(overlay))
+        if m.component == component
+    ]
     releases = load_releases(overlay)
     return tuple(r for r in releases if any(m.serves(r) for m in modules))
 

@@ -6,48 +6,45 @@ of our own: the package it belongs to in SGLang needs torch.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import importlib.util
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Final
 
+from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
 from dspark_pd.patchset.patch_set import default_overlay
 
-if TYPE_CHECKING:
-    from dspark_pd.doctor_inputs import Engine
-
-REFUSE = "refuse"
-WARN = "warn"
-NOTE = "note"
-
-_PACKAGE = "dspark_pd_agreement"
-_FOLDER = "srt/disaggregation/common"
-_SWITCHES = ("allow_cold_draft", "allow_partial_context")
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing to know about a pair of engines."""
-
-    code: str
-    severity: str
-    message: str
-    consequence: str
-    fix: str
-
-    def as_dict(self) -> dict[str, str]:
-        return dataclasses.asdict(self)
+_PACKAGE: Final = "dspark_pd_agreement"
+_FOLDER: Final = "srt/disaggregation/common"
+_MODULES: Final = {
+    "rules": "peer_agreement_rules",
+    "description": "peer_description",
+    "codes": "peer_agreement_codes",
+}
+_SEVERITIES: Final = {"refuse": ERROR, "warn": WARNING, "note": NOTE}
 
 
 def load(module: str) -> Any:
-    """A pure module of the agreement, by name, from this tool's overlay."""
-    folder = default_overlay() / _FOLDER
+    """Return ``rules`` or ``description`` of the agreement from this tool's overlay."""
     if _PACKAGE not in sys.modules:
         package = types.ModuleType(_PACKAGE)
-        package.__path__ = [str(folder)]
+        package.__path__ = [str(default_overlay() / _FOLDER)]
         sys.modules[_PACKAGE] = package
-    return importlib.import_module(f"{_PACKAGE}.{module}")
+    return importlib.import_module(f"{_PACKAGE}.{_MODULES[module]}")
+
+
+def load_file(path: Path) -> Any:
+    """Return a module of the overlay that imports nothing but the standard library."""
+    name = f"dspark_pd_overlay_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
@@ -62,39 +59,30 @@ def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
         return [_malformed(error)]
     found = {verdict.code: verdict for verdict in reversed(verdicts)}
     return [
-        Finding(v.code, v.severity, v.message, v.consequence, v.fix)
+        Finding(v.code, _SEVERITIES[v.severity], v.message, v.consequence, v.fix)
         for v in reversed(found.values())
     ]
 
 
+def severity_of(rule: Any) -> str:
+    """Return the doctor's word for the severity of a rule or verdict."""
+    return _SEVERITIES[rule.severity]
+
+
 def _decide(prefill: Engine, decode: Engine) -> list[Any]:
-    rules = load("peer_agreement_rules")
-    decide = rules.decide
+    decide = load("rules").decide
     verdicts = list(decide(decode.description, prefill.description))
     if decode.unpatched != prefill.unpatched:
         sides = (_as_seen(engine) for engine in (decode, prefill))
         verdicts = [*decide(*sides), *verdicts]
-    unknown = prefill.unknown | decode.unknown
-    about = {row.code: row.about for row in rules.ENGINE_RULES + rules.DRAFT_RULES}
-    verdicts = [v for v in verdicts if about[v.code].partition(".")[0] not in unknown]
-    for switch in _SWITCHES:
-        if switch in decode.unknown:
-            # With the switch on it would not be refused, and nobody knows.
-            other = decide({**decode.description, switch: True}, prefill.description)
-            codes = {verdict.code for verdict in other}
-            verdicts = [v for v in verdicts if v.severity != REFUSE or v.code in codes]
     return verdicts
 
 
 def _malformed(error: Exception) -> Finding:
-    (row,) = (
-        code
-        for code in load("peer_agreement_codes").RUNTIME_CODES
-        if code.code == "PD-MALFORMED"
-    )
+    (code,) = (c for c in load("codes").RUNTIME_CODES if c.code == "PD-MALFORMED")
     detail = f"{type(error).__name__}: {error}"
     leads_to = "the engines would refuse each other"
-    return Finding(row.code, REFUSE, f"{row.meaning}: {detail}", leads_to, row.fix)
+    return Finding(code.code, ERROR, f"{code.meaning}: {detail}", leads_to, code.fix)
 
 
 def _as_seen(engine: Engine) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""``dspark-pd doctor``: would this prefill and this decode engine work together?
+"""``doctor``: would this prefill and this decode engine work together?
 
-Two engines come in, each as the address of a running server or as a file with its
-arguments; findings come out, each with its severity, its consequence and its fix. The
-rows are the very ones the engines decide by (`doctor_agreement`), plus checks that need
-no peer, such as a flag that the engine will refuse (`doctor_checks`). Nothing is
-changed and nothing but ``GET`` is sent. Exit 1 when the pair would not work.
+Two engines come in, each as the address of a running server or as what is known of its
+start; findings come out, each with its severity, its consequence and its fix. The rules
+are the very ones the engines decide by (``doctor.agreement``, ``doctor.tail``), plus
+checks that need no peer (``doctor.checks``). Nothing is changed and nothing but ``GET``
+is sent. Exit 1 when there is an error among the findings.
 """
 
 from __future__ import annotations
@@ -14,30 +14,25 @@ import math
 import os
 import textwrap
 
-from dspark_pd.doctor_agreement import REFUSE, Finding, agreement_findings
-from dspark_pd.doctor_checks import engine_findings
-from dspark_pd.doctor_inputs import Engine, read_engine
+from dspark_pd.doctor.agreement import agreement_findings
+from dspark_pd.doctor.checks import check_findings
+from dspark_pd.doctor.engine import ERROR, SEVERITIES, Engine, Finding
+from dspark_pd.doctor.sources import read_engine
+from dspark_pd.doctor.tail import tail_findings
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.errors import refuse
+from dspark_pd.messages.errors import Problem, Refused, refuse
 from dspark_pd.messages.result import Result
 
 _WIDTH = 88
 _MAX_TIMEOUT_S = 3600
-_SEVERITY_ORDER = ("refuse", "warn", "note")
-_WORDS = {"refuse": "will not work", "warn": "look at this", "note": "good to know"}
-
-
 _EPILOG = """\
 a FILE is one of
-  a start script or a command line, with the assignments and exports before it
-  a systemd unit (Environment= and ExecStart= lines)
-  a Kubernetes manifest or a compose file, rendered
-  flags alone, or YAML as for --config
-  JSON: server arguments by field name, or {"server_args": {}, "environ": {},
-  "version": "0.5.23"}
-Scripts are read, not run: ${NAME:-default} and variables that the file or the doctor's
-own environment sets are expanded, "$@" counts as empty; the file of --config is read.
-What cannot be read, such as a Secret, is named (DOC-ARGS), and nothing is refused for it.
+  the JSON of dspark-pd describe, which stands in place of the engine's command
+  a saved /server_info
+  one flat command line, flags and NAME=value in front of it
+  -, which reads one of these from stdin
+Scripts, units and manifests are not read: let the real shell, container or supervisor run
+dspark-pd describe -- with the engine's arguments, and give its output.
 """
 
 
@@ -45,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    text = "URL of the running engine, or a file with its arguments"
+    text = "URL of the running engine, or what describes it"
     parser.add_argument("--prefill", required=True, metavar="URL|FILE", help=text)
     parser.add_argument("--decode", required=True, metavar="URL|FILE", help=text)
     text = "seconds to wait for an engine's answer (default: 5)"
@@ -68,14 +63,13 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> Result:
     """Compare the two engines named in `options`."""
     key = _api_key(options.api_key_env)
-    prefill = read_engine("prefill", options.prefill, options.timeout, key)
-    decode = read_engine("decode", options.decode, options.timeout, key)
+    prefill, decode = _read_both(options, key)
     findings = diagnose(prefill, decode)
-    refused = any(finding.severity == REFUSE for finding in findings)
+    errors = any(finding.severity == ERROR for finding in findings)
     return Result(
-        exit_code=exit_codes.DIFFERS if refused else exit_codes.OK,
+        exit_code=exit_codes.DIFFERS if errors else exit_codes.OK,
         data={
-            "would_work": not refused,
+            "would_work": not errors,
             "prefill": prefill.as_dict(),
             "decode": decode.as_dict(),
             "findings": [finding.as_dict() for finding in findings],
@@ -83,6 +77,25 @@ def run(options: argparse.Namespace) -> Result:
         lines=render(prefill, decode, findings),
         details=_details(prefill, decode),
     )
+
+
+def _read_both(options: argparse.Namespace, key: str | None) -> tuple[Engine, Engine]:
+    """Read both engines; refuse with the problems of both."""
+    if options.prefill == options.decode == "-":
+        message = "argument --decode: stdin is read for --prefill already"
+        refuse("U001", message=message, command="dspark-pd doctor")
+    engines: list[Engine] = []
+    problems: list[Problem] = []
+    for role in ("prefill", "decode"):
+        try:
+            source = getattr(options, role)
+            engines.append(read_engine(role, source, options.timeout, key))
+        except Refused as refused:
+            problems += refused.problems
+    if problems:
+        raise Refused(problems)
+    prefill, decode = engines
+    return prefill, decode
 
 
 def _api_key(name: str | None) -> str | None:
@@ -97,32 +110,34 @@ def _api_key(name: str | None) -> str | None:
 
 
 def diagnose(prefill: Engine, decode: Engine) -> list[Finding]:
-    """All findings on a pair, the worst first, otherwise in the order of the rows."""
+    """All findings on a pair, the worst first, otherwise in the order of the tables."""
     findings = [*prefill.problems, *decode.problems]
-    if prefill.args and decode.args:
+    if not (prefill.broken or decode.broken):
         findings += agreement_findings(prefill, decode)
-        findings += engine_findings(prefill, decode)
-    return sorted(findings, key=lambda f: _SEVERITY_ORDER.index(f.severity))
+        findings += check_findings(prefill, decode)
+        findings += [*tail_findings(prefill), *tail_findings(decode)]
+    return sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
 
 
 def render(prefill: Engine, decode: Engine, findings: list[Finding]) -> list[str]:
     """The answer for a person: what was compared, the findings, the conclusion."""
     lines = [f"prefill  {prefill.shown}", f"decode   {decode.shown}", ""]
     for finding in findings:
-        lines.append(f"{_WORDS[finding.severity]}  [{finding.code}]")
+        lines.append(f"{finding.severity}  [{finding.code}]")
         for label in ("message", "consequence", "fix"):
             lines += _wrapped(label, getattr(finding, label))
         lines.append("")
-    refusals = sum(finding.severity == REFUSE for finding in findings)
-    others = len(findings) - refusals
-    if refusals:
-        lines.append(f"This pair would not work: {refusals} reason(s), {others} more.")
-    elif others:
-        lines.append(
-            f"Nothing known speaks against this pair; {others} remark(s) above."
-        )
+    counts = [
+        f"{count} {severity}{'s' if count > 1 else ''}"
+        for severity in SEVERITIES
+        if (count := sum(finding.severity == severity for finding in findings))
+    ]
+    if any(finding.severity == ERROR for finding in findings):
+        lines.append(f"This pair would not work: {', '.join(counts)}.")
+    elif counts:
+        lines.append(f"No errors found; {', '.join(counts)}.")
     else:
-        lines.append("Nothing known speaks against this pair.")
+        lines.append("No problems found.")
     return lines
 
 
