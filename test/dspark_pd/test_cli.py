@@ -52,7 +52,6 @@ def test_exit_codes_are_those_of_the_help_and_the_docs() -> None:
     [
         [],
         ["no-such-verb"],
-        ["apply", "--component", "gpu"],
         ["apply", "-q", "-v"],
         ["apply", "--assume-version", "one"],
     ],

@@ -49,7 +49,7 @@ _CALLS = (
 def remembered_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask ast-grep and read the set once: neither changes between the rounds."""
     real = cache(astgrep.scan)
-    monkeypatch.setattr(astgrep, "scan", lambda s, r, p: real(s, tuple(r), p))
+    monkeypatch.setattr(astgrep, "scan", lambda searches: real(tuple(searches)))
     monkeypatch.setattr(context, "load_patch_set", cache(load_patch_set))
 
 
@@ -134,11 +134,12 @@ def test_either_verb_repairs_a_kill_at_any_point(
 
     tried = 0
     for point in _points(run, site, verb, ready):
-        assert run("status", "--target", site).code in (0, 1), point
+        ask = point % 10 == 0
+        assert not ask or run("status", "--target", site).code in (0, 1), point
         outcome = run(repair, "--target", site, "--component", "all")
         assert outcome.code == 0, (point, outcome.codes)
         if repair == "apply":
-            assert run("status", "--target", site).code == 0, point
+            assert not ask or run("status", "--target", site).code == 0, point
             assert _without_state(snapshot(site)) == applied, point
             assert run("revert", "--target", site).code == 0
         assert snapshot(site) == original, point

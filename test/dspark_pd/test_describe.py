@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -118,7 +119,8 @@ def test_no_text_breaks_the_reader(text: str) -> None:
     except NotArguments:
         return
     # What is read has one command, and the shell's own parser sees the same words.
-    (line,) = [x for x in text.replace("\\\n", "").split("\n") if shlex.split(x, True)]
+    joined = re.sub(r"(?<!\\)((?:\\\\)*)\\(\n|\Z)", r"\1", text)
+    (line,) = [x for x in joined.split("\n") if shlex.split(x, True)]
     assert shlex.split(line, comments=True)[-len(words.argv) :] == words.argv
 
 

@@ -55,7 +55,7 @@ def _logical_lines(text: str) -> list[str]:
     """Join lines that end with a backslash, as a shell does."""
     lines, open_line = [], ""
     for line in text.splitlines():
-        if not line.endswith("\\"):
+        if (len(line) - len(line.rstrip("\\"))) % 2 == 0:
             lines.append(open_line + line)
             open_line = ""
         elif _shlex(line[:-1], comments=True) == _shlex(line[:-1], comments=False):

@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -52,29 +53,71 @@ def program() -> str:
     return found
 
 
-def as_document(rule: dict[str, Any]) -> str:
-    """Return a rule as one YAML document; JSON is a subset of YAML."""
-    return json.dumps(rule)
+@dataclass(frozen=True)
+class Search:
+    """One file to search: its path for messages, its text, and rules as JSON texts."""
+
+    path: str
+    source: bytes
+    rules: tuple[str, ...]
 
 
-def scan(source: bytes, rules: Iterable[str], shown: str) -> list[Match]:
-    """Return all matches of ``rules`` (JSON texts) in ``source``, in file order."""
-    documents = "\n---\n".join(rules)
-    command = [program(), "scan", "--inline-rules", documents]
-    command += ["--stdin", "--json=compact"]
-    try:
-        done = subprocess.run(
-            command, input=source, capture_output=True, timeout=_TIMEOUT_S, check=False
-        )
-    except OSError as error:
-        _refuse_program(str(error))
-    except subprocess.TimeoutExpired:
-        _refuse_program(f"no answer within {_TIMEOUT_S} s for {shown}")
+def scan(searches: Iterable[Search]) -> dict[str, list[Match]]:
+    """Return the matches of each search by its path, in file order.
+
+    One process searches all files. Where it refuses the rules, each file is searched by
+    itself, so that S204 can name the one whose rules are wrong.
+    """
+    searches = [search for search in searches if search.rules]
+    found: dict[str, list[Match]] = {search.path: [] for search in searches}
+    if not searches:
+        return found
+    done = _run(searches)
     if done.returncode != 0:
-        told = done.stderr.decode(errors="replace").partition("Stack backtrace")[0]
-        detail = " ".join(told.split())[:400]
-        refuse("S204", file=shown, version=PINNED, detail=detail)
-    return [_match(item) for item in json.loads(done.stdout or b"[]")]
+        if len(searches) == 1:
+            _refuse_rules(searches[0].path, done.stderr)
+        for search in searches:
+            found |= scan([search])
+        return found
+    for item in json.loads(done.stdout or b"[]"):
+        search = searches[int(Path(item["file"]).stem)]
+        found[search.path].append(_match(item))
+    for matches in found.values():
+        matches.sort(key=lambda match: match.start)
+    return found
+
+
+def _run(searches: list[Search]) -> subprocess.CompletedProcess[bytes]:
+    """Search copies of the texts: what is to be searched may not be what is installed."""
+    with tempfile.TemporaryDirectory(prefix="dspark-pd-") as folder:
+        names, documents = [], []
+        for index, search in enumerate(searches):
+            name = f"{index}.py"
+            names.append(name)
+            Path(folder, name).write_bytes(search.source)
+            # A rule is for one file. JSON is a subset of YAML.
+            rules = (json.loads(rule) for rule in search.rules)
+            documents += [json.dumps({**rule, "files": [name]}) for rule in rules]
+        Path(folder, "rules.yml").write_text("\n---\n".join(documents))
+        command = [program(), "scan", "--rule", "rules.yml", "--json=compact", *names]
+        try:
+            return subprocess.run(
+                command,
+                cwd=folder,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+        except OSError as error:
+            _refuse_program(str(error))
+        except subprocess.TimeoutExpired:
+            _refuse_program(f"no answer within {_TIMEOUT_S} s")
+
+
+def _refuse_rules(path: str, told: bytes) -> NoReturn:
+    text = told.decode(errors="replace").partition("Stack backtrace")[0]
+    detail = " ".join(text.split())[:400]
+    refuse("S204", file=path, version=PINNED, detail=detail)
 
 
 def _refuse_program(detail: str) -> NoReturn:

@@ -6,7 +6,8 @@ ourselves must not count as upstream's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -14,13 +15,26 @@ from packaging.version import Version
 from dspark_pd.messages.errors import Problem
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.python_source import defines
-from dspark_pd.planning import astgrep
+from dspark_pd.planning.astgrep import Match
 
 Originals = Callable[[str], bytes | None]
 """Return the original of a path relative to ``sglang``, or None when it has none."""
 
 
-def dropped(hunk: Hunk, release: Version, originals: Originals) -> bool:
+Found = Mapping[str, list[Match]]
+"""Matches by path of upstream's file, those of drop conditions included."""
+
+
+def drop_rule(hunk: Hunk) -> str | None:
+    """Return the rule of a drop condition that is a pattern, as JSON."""
+    kind, pattern = hunk.drop_when
+    if kind != "match":
+        return None
+    head = {"id": _rule_id(hunk), "language": "python", "severity": "hint"}
+    return json.dumps({**head, "rule": {"pattern": pattern}})
+
+
+def dropped(hunk: Hunk, release: Version, originals: Originals, found: Found) -> bool:
     """Whether the drop condition of ``hunk`` holds on this release."""
     kind, argument = hunk.drop_when
     if kind == "release":
@@ -29,16 +43,13 @@ def dropped(hunk: Hunk, release: Version, originals: Originals) -> bool:
         path, _, name = argument.partition("::")
         return defines(originals(path), name)
     if kind == "match":
-        return _matches(hunk, argument, originals(hunk.target))
+        matches = found.get(hunk.target, [])
+        return any(match.rule_id == _rule_id(hunk) for match in matches)
     return False
 
 
-def _matches(hunk: Hunk, pattern: str, source: bytes | None) -> bool:
-    # A file in another encoding matches nothing; that is said elsewhere.
-    if source is None or encoding_problem(hunk.target, source):
-        return False
-    rule = {"id": "drop-when", "language": "python", "rule": {"pattern": pattern}}
-    return bool(astgrep.scan(source, [astgrep.as_document(rule)], hunk.target))
+def _rule_id(hunk: Hunk) -> str:
+    return f"drop {hunk.id}"
 
 
 def encoding_problem(path: str, source: bytes | None) -> Problem | None:

@@ -1,6 +1,6 @@
 """Work out, in memory, what a target looks like with the set on it.
 
-``make_plan`` reads originals, asks ast-grep once per file, counts the matches, splices
+``make_plan`` reads originals, asks ast-grep once, counts the matches, splices
 the added lines and compiles every result. It writes nothing and stops at no problem: a
 user learns of all of them at once.
 """
@@ -8,22 +8,27 @@ user learns of all of them at once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.patch_set import PatchSet
 from dspark_pd.planning import astgrep
-from dspark_pd.planning.conditions import Originals, encoding_problem
+from dspark_pd.planning.astgrep import Match
+from dspark_pd.planning.conditions import Originals, drop_rule, encoding_problem
 from dspark_pd.planning.insertion import Edit, normalise, splice
 from dspark_pd.planning.matching import Misfit, edits_of_choice, unrecorded
-from dspark_pd.planning.selection import Choice, choose, modules_for
-
-_SCANS_AT_ONCE = 4
+from dspark_pd.planning.selection import (
+    Choice,
+    candidates,
+    choose,
+    judged,
+    modules_for,
+)
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,14 @@ def make_plan(
 ) -> Plan:
     """Return what ``components`` of the set make of a target of ``release``."""
     components = tuple(components)
-    plan = Plan(choices=choose(patch_set, release, components, originals))
+    serving = candidates(patch_set, release, components)
+    found = _search(patch_set, serving, originals)
+    plan = Plan(choices=choose(patch_set, release, serving, originals, found))
     for choice in plan.choices:
         if choice.verdict == "unserved":
             plan.misfits[choice.identity] = _unserved(choice, release)
     wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
-    _plan_hunks(plan, wanted, release, originals)
+    _plan_hunks(plan, wanted, release, originals, found)
     for module in modules_for(patch_set, release, components):
         source = patch_set.source(module)
         original = originals(module.path)
@@ -107,38 +114,51 @@ def _together(misfits: dict[str, Problem], choices: list[Choice]) -> list[Proble
     return [unrecorded(lost), *others] if lost else others
 
 
+def _search(
+    patch_set: PatchSet,
+    serving: Mapping[str, tuple[Hunk, ...]],
+    originals: Originals,
+) -> dict[str, list[Match]]:
+    """Search upstream's files for all rules at once, those of drop conditions too.
+
+    A file that is missing or not UTF-8 matches nothing; that is said elsewhere.
+    """
+    rules: dict[str, list[str]] = {}
+    for identity, hunks in serving.items():
+        judge = judged(patch_set, identity, hunks)
+        for hunk in hunks:
+            rules.setdefault(hunk.target, []).append(hunk.as_rule())
+        drop = drop_rule(judge)
+        if drop is not None:
+            rules.setdefault(judge.target, []).append(drop)
+    sources = {path: originals(path) for path in rules}
+    return astgrep.scan(
+        astgrep.Search(path, normalise(source)[0], tuple(rules[path]))
+        for path, source in sources.items()
+        if source is not None and not encoding_problem(path, source)
+    )
+
+
 def _plan_hunks(
-    plan: Plan, wanted: list[Choice], release: Version, originals: Originals
+    plan: Plan,
+    wanted: list[Choice],
+    release: Version,
+    originals: Originals,
+    found: Mapping[str, list[Match]],
 ) -> None:
     by_target: dict[str, list[Choice]] = {}
     for choice in wanted:
         by_target.setdefault(choice.hunk.target, []).append(choice)
-    sources = {path: originals(path) for path in by_target}
-    for path, source in sources.items():
+    for path, choices in by_target.items():
+        source = originals(path)
         problem = encoding_problem(path, source)
         if problem:
             plan.problems.append(problem)
-            del by_target[path]
-    with ThreadPoolExecutor(_SCANS_AT_ONCE) as pool:
-        scans = pool.map(
-            lambda path: _scan(path, sources[path], by_target[path]), by_target
-        )
-        for (path, choices), matches in zip(by_target.items(), scans, strict=True):
-            source = sources[path]
-            if source is None:
-                for choice in choices:
-                    plan.misfits[choice.identity] = _missing(choice, release)
-            else:
-                _plan_file(plan, path, source, choices, matches)
-
-
-def _scan(
-    path: str, source: bytes | None, choices: list[Choice]
-) -> list[astgrep.Match]:
-    if source is None:
-        return []
-    rules = [hunk.as_rule() for choice in choices for hunk in choice.variants]
-    return astgrep.scan(normalise(source)[0], rules, path)
+        elif source is None:
+            for choice in choices:
+                plan.misfits[choice.identity] = _missing(choice, release)
+        else:
+            _plan_file(plan, path, source, choices, found[path])
 
 
 def _plan_file(
@@ -146,7 +166,7 @@ def _plan_file(
     path: str,
     source: bytes,
     choices: list[Choice],
-    matches: list[astgrep.Match],
+    matches: list[Match],
 ) -> None:
     plain, carriage_returns = normalise(source)
     edits: list[Edit] = []
@@ -162,11 +182,10 @@ def _plan_file(
     except ValueError as error:
         plan.problems.append(_overlap(path, plain, edits, str(error)))
         return
-    problem = compile_problem(path, source, None) or compile_problem(
-        path, desired, done
-    )
+    problem = compile_problem(path, desired, done)
     if problem:
-        plan.problems.append(problem)
+        # Where upstream's own text does not compile, that is what is wrong.
+        plan.problems.append(compile_problem(path, source, None) or problem)
     if edits:
         kept = tuple(sorted(edits, key=lambda edit: edit.start))
         plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)

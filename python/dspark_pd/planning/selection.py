@@ -6,7 +6,7 @@ first, and the one whose count is right is taken: that tells whether the set wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from packaging.version import Version
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import Module
 from dspark_pd.patchset.patch_set import PatchSet
-from dspark_pd.planning.conditions import Originals, dropped
+from dspark_pd.planning.conditions import Found, Originals, dropped
 
 Verdict = Literal["wanted", "not needed", "not applicable", "unserved"]
 
@@ -37,44 +37,60 @@ class Choice:
         return self.variants[0]
 
 
+def candidates(
+    patch_set: PatchSet, release: Version, components: Iterable[str]
+) -> dict[str, tuple[Hunk, ...]]:
+    """Return by identity the variants that may serve, in the order to try them."""
+    wanted = set(components)
+    known = patch_set.knows(release)
+    return {
+        identity: tuple(hunk for hunk in variants if hunk.serves(release))
+        if known
+        else _newest_first(patch_set, variants)
+        for identity, variants in patch_set.identities.items()
+        if variants[0].component in wanted
+    }
+
+
+def judged(patch_set: PatchSet, identity: str, serving: tuple[Hunk, ...]) -> Hunk:
+    """Return the variant whose drop condition counts."""
+    return (serving or _newest_first(patch_set, patch_set.identities[identity]))[0]
+
+
 def choose(
     patch_set: PatchSet,
     release: Version,
-    components: Iterable[str],
+    serving: Mapping[str, tuple[Hunk, ...]],
     originals: Originals,
+    found: Found,
 ) -> list[Choice]:
-    """Return one choice per identity of ``components``."""
-    wanted = set(components)
-    known = patch_set.knows(release)
+    """Return one choice per identity of ``serving`` (see ``candidates``)."""
     return [
-        _choose_variant(patch_set, variants, release, known, originals)
-        for variants in patch_set.identities.values()
-        if variants[0].component in wanted
+        _choose_variant(patch_set, release, identity, hunks, originals, found)
+        for identity, hunks in serving.items()
     ]
 
 
 def _choose_variant(
     patch_set: PatchSet,
-    variants: tuple[Hunk, ...],
     release: Version,
-    known: bool,
+    identity: str,
+    serving: tuple[Hunk, ...],
     originals: Originals,
+    found: Found,
 ) -> Choice:
-    identity = variants[0].identity
+    variants = patch_set.identities[identity]
     newest_first = _newest_first(patch_set, variants)
-    serving = tuple(hunk for hunk in variants if hunk.serves(release))
-    candidates = serving if known else newest_first
-    judged = candidates[0] if candidates else newest_first[0]
     served = [r for r in patch_set.releases if any(h.serves(r) for h in variants)]
-    if known and not candidates and release < served[0]:
+    if patch_set.knows(release) and not serving and release < served[0]:
         detail = f"from {served[0]}"
         return Choice(identity, "not applicable", newest_first, detail)
-    if dropped(judged, release, originals):
+    if dropped(judged(patch_set, identity, serving), release, originals, found):
         return Choice(identity, "not needed", newest_first, _since(patch_set, served))
-    if not candidates:
+    if not serving:
         ranges = ", ".join(str(hunk.releases) for hunk in variants)
         return Choice(identity, "unserved", newest_first, ranges)
-    return Choice(identity, "wanted", candidates)
+    return Choice(identity, "wanted", serving)
 
 
 def _newest_first(patch_set: PatchSet, variants: tuple[Hunk, ...]) -> tuple[Hunk, ...]:

@@ -113,11 +113,12 @@ def _one(patch_set: PatchSet, name: str) -> Result:
         near = difflib.get_close_matches(name, patch_set.identities, 3, 0)
         known = f"a name such as {', '.join(near)} ({len(patch_set.identities)} in all)"
         refuse("U002", what="hunk", name=name, known=known)
-    lines = [line for hunk in variants for line in _describe(hunk)]
+    lines = [line for hunk in variants for line in describe(hunk)]
     return Result(lines=lines, data=hunk_data(patch_set, variants[0]))
 
 
-def _describe(hunk: Hunk) -> list[str]:
+def describe(hunk: Hunk) -> list[str]:
+    """Return the record of one hunk for a person."""
     kind, argument = hunk.drop_when
     fields = {
         "what": hunk.message,
