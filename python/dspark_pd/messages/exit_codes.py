@@ -15,9 +15,9 @@ INTERNAL: Final = 7
 
 MEANINGS: Final = {
     OK: "the asked state holds",
-    DIFFERS: "the state differs from the asked one, or doctor: it would not work",
+    DIFFERS: "the state differs from the asked one, or the doctor finds an error",
     USAGE: "the command line is wrong",
-    TARGET: "no SGLang at the target, or a release the set does not serve",
+    TARGET: "no SGLang at the target or address, or a release the set does not serve",
     MISMATCH: "a hunk does not match or the result does not compile; nothing written",
     EDITED: "the target was edited by others; nothing written",
     FILE_SYSTEM: "the file system or a needed program failed; the original is kept",
