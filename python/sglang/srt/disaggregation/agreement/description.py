@@ -1,25 +1,25 @@
-"""How an engine describes itself to its peer, from its arguments and model configs.
+"""How an engine describes itself, from its arguments and its models' configs.
 
-`describe` turns plain data (a mapping of server arguments and two model configs as
-dicts) into the JSON object that the agreement's rows compare. The running engine then
-replaces guesses by facts (`peer_agreement.describe_engine`); the doctor has the
-arguments only, so everything it cannot know stays out of the description.
+`describe` turns plain data (server arguments by name, two model configs as dicts) into
+the JSON object that the rules compare. The running engine then replaces guesses by facts
+(``engine_facts``); the doctor has the arguments only, so what they do not tell stays out
+of the description.
 
-Pure standard library; relative imports, because the doctor loads this folder without
-SGLang (see `peer_agreement_table.py`).
+Pure standard library; relative imports, because the doctor loads this package without
+SGLang.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from .draft_fingerprint import checkpoint_fingerprint
-from .peer_agreement_table import (
+from .rules import (
     ALLOW_COLD_DRAFT,
     ALLOW_PARTIAL_CONTEXT,
     CAPTURE,
@@ -30,12 +30,26 @@ from .peer_agreement_table import (
     Description,
 )
 
+# Where a description travels: a key of prefill's registration at its bootstrap server and
+# of /server_info, and the header of the bootstrap server's answer to decode.
+DESCRIPTION_KEY = "peer_description"
+HEADER = "X-SGLang-Peer-Description"
+# One start of a bootstrap server: a key of the description, a header of health answers.
+INSTANCE = "instance"
+INSTANCE_HEADER = "X-SGLang-Bootstrap-Instance"
+
 DEFAULT_TAIL_TOKENS = 8
 DEFAULT_ALLOCATION = "early"  # the only way before 0.5.22
 DEEPSEEK_V4_WINDOW = 128  # of a config that names none
+DRAFT_FOLDER = "dspark"  # of a target's checkpoint
 _TRUE = frozenset({"1", "true", "yes", "y"})
 _BLOCK_SIZE = "dspark_block_size"
-_BUNDLED_DRAFT_FIELDS = (_BLOCK_SIZE, "dspark_target_layer_ids")
+_BUNDLED_DRAFT_FIELDS = (
+    _BLOCK_SIZE,
+    "dspark_markov_rank",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+)
 _LAYER_PARTITION = "SGLANG_PP_LAYER_PARTITION"
 # Flags' names for dtypes, as torch names them.
 _DTYPES = {
@@ -64,6 +78,14 @@ _DRAFT_FIELDS = (
 )
 
 
+class DraftSource(NamedTuple):
+    """Where an engine's draft lies; `bundled` is one among the target's own tensors."""
+
+    path: str | None
+    revision: str | None = None
+    bundled: bool = False
+
+
 def describe(
     args: Mapping[str, Any],
     *,
@@ -75,78 +97,74 @@ def describe(
     """Description of an engine started with `args`.
 
     Args:
-        args: server arguments by field name, as in ``ServerArgs`` or ``/server_info``.
+        args: server arguments by field name, as in ``ServerArgs`` or ``/server_info``,
+            before or after SGLang has resolved them.
         role: ``prefill`` or ``decode``.
         target_config, draft_config: parsed ``config.json`` of the models, if readable.
         environ: the engine's environment, if known (the doctor may not know it).
     """
     environ = environ or {}
-    algorithm = args.get("speculative_algorithm") or None
+    algorithm = (args.get("speculative_algorithm") or "").upper() or None
     target_config = _overridden(target_config, args)
-    draft_config = _bundled_draft(draft_config, target_config)
+    mode = mode_of(role, algorithm, environ)
+    source = draft_source(args, target_config)
+    draft_config = _draft_config(draft_config, source, target_config, algorithm)
     description: Description = {
         "version": PROTOCOL_VERSION,
         "role": role,
         "backend": args.get("disaggregation_transfer_backend"),
-        "algorithm": algorithm,
-        "mode": mode_of(role, algorithm, environ),
+        "mode": mode,
         "block_size": args.get("speculative_num_draft_tokens") if algorithm else None,
         "page_size": args.get("page_size"),
         "allocation_policy": args.get("disaggregation_decode_allocation_policy")
         or DEFAULT_ALLOCATION,
         "kv_dtype": args.get("kv_cache_dtype"),
         **parallel_sizes(args),
-        **switches(environ),
+        "allow_cold_draft": _on(environ, ALLOW_COLD_DRAFT),
+        "allow_partial_context": _on(environ, ALLOW_PARTIAL_CONTEXT),
         **describe_target(target_config),
-        "rings": ring_sizes(
-            target_config,
-            args,
-            environ,
-            capturing=mode_of(role, algorithm, environ) == "tail",
-        ),
+        "rings": ring_sizes(target_config, args, environ, capturing=mode == "tail"),
     }
     if algorithm == "DSPARK":
-        description.update(describe_draft(args, draft_config, target_config))
-    if description["mode"] == "tail":
+        description.update(describe_draft(source, draft_config))
+        description["draft_kv_dtype"] = draft_kv_dtype(args, target_config)
+    if mode == "tail":
         description["dspark"] = describe_tail(role, draft_config, environ)
-    return {key: value for key, value in description.items() if value is not None} | {
-        "algorithm": algorithm
-    }
+    known = {key: value for key, value in description.items() if value is not None}
+    return known | {"algorithm": algorithm}
 
 
 def mode_of(role: str, algorithm: str | None, environ: Mapping[str, str]) -> str:
     """How draft context is handed over or taken: native, tail or none."""
-    tail = bool(environ.get(TAIL_TOKENS)) if role == "decode" else _on(environ, CAPTURE)
     if role == "decode":
         if algorithm != "DSPARK":
             return "none"
-        return "tail" if tail else "native"
+        return "tail" if environ.get(TAIL_TOKENS) else "native"
     if algorithm == "DSPARK":
         return "native"
-    return "tail" if tail else "none"
+    return "tail" if _on(environ, CAPTURE) else "none"
 
 
 def parallel_sizes(args: Mapping[str, Any]) -> dict[str, int]:
-    """Attention tensor, pipeline, context and data parallel sizes."""
+    """Attention tensor, pipeline, context and decode-context parallel sizes.
+
+    Attention runs data parallel either by ``attn_dp_size`` (0.5.22 and later) or, in the
+    older spelling, over all ``dp_size`` replicas.
+    """
     tp = int(args.get("tp_size") or 1)
-    dp = int(args.get("dp_size") or 1)
     cp = int(args.get("attn_cp_size") or 1)
-    attention_dp = dp if args.get("enable_dp_attention") else 1
+    attention_dp = int(args.get("attn_dp_size") or 1)
+    if attention_dp == 1 and args.get("enable_dp_attention"):
+        attention_dp = int(args.get("dp_size") or 1)
     return {
         "tp": max(1, tp // (attention_dp * cp)),
         "pp": int(args.get("pp_size") or 1),
         "cp": cp,
-        "dp": dp,
         "dcp": int(args.get("dcp_size") or 1),
     }
 
 
-def switches(environ: Mapping[str, str]) -> dict[str, bool]:
-    """The opt-outs that change a verdict."""
-    return {
-        "allow_cold_draft": _on(environ, ALLOW_COLD_DRAFT),
-        "allow_partial_context": _on(environ, ALLOW_PARTIAL_CONTEXT),
-    }
+# -- target and draft -------------------------------------------------------------------
 
 
 def describe_target(config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -161,24 +179,47 @@ def describe_target(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def describe_draft(
-    args: Mapping[str, Any],
-    config: Mapping[str, Any] | None,
-    target_config: Mapping[str, Any] | None = None,
+    source: DraftSource, config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Shape, heads, attention, weights and KV dtype of the draft."""
-    path = args.get("speculative_draft_model_path")
-    revision = args.get("speculative_draft_model_revision")
-    if not path:
-        path, revision = args.get("model_path"), args.get("revision")
+    """Shape, heads, attention and weights of the draft."""
+    folder = local_folder(source.path, source.revision)
     described: dict[str, Any] = {
-        "draft_kv_dtype": draft_kv_dtype(args, target_config),
-        "draft_weights": checkpoint_fingerprint(local_folder(path, revision)),
+        "draft_weights": checkpoint_fingerprint(folder, bundled=source.bundled)
     }
     if config:
         described["draft"] = geometry(config, _DRAFT_FIELDS) | _rope(config)
         described["draft_heads"] = kv_heads(config)
         described["draft_attention"] = attention_kind(config)
     return described
+
+
+def draft_source(
+    args: Mapping[str, Any], target_config: Mapping[str, Any] | None
+) -> DraftSource:
+    """Where the draft of these arguments lies, by SGLang's own order.
+
+    A path of its own; among the target's tensors; in a folder of the target's checkpoint.
+    """
+    model, revision = args.get("model_path"), args.get("revision")
+    path = args.get("speculative_draft_model_path")
+    fields = (target_config or {}).get
+    bundled = any(fields(key) is not None for key in _BUNDLED_DRAFT_FIELDS)
+    if bundled and path in (None, "", model):
+        return DraftSource(model, revision, bundled=True)
+    if path:
+        return DraftSource(path, args.get("speculative_draft_model_revision"))
+    checkpoint = local_folder(model, revision)
+    folder = os.path.join(checkpoint, DRAFT_FOLDER) if checkpoint else ""
+    has_config = os.path.isfile(os.path.join(folder, "config.json"))
+    return DraftSource(folder if checkpoint and has_config else None)
+
+
+def _draft_config(config, source: DraftSource, target_config, algorithm):
+    if config is not None:
+        return config
+    if source.bundled:
+        return target_config
+    return read_config(source.path) if algorithm == "DSPARK" else None
 
 
 def draft_kv_dtype(
@@ -208,8 +249,8 @@ def describe_tail(
 ) -> dict[str, Any]:
     """What flags and environment say of a tail; the running engine knows more.
 
-    `window_need` is the number of rows that the draft reads before its block: None
-    for a draft that attends to everything, absent when its config is unknown.
+    `window_need` is the number of tokens whose hidden states the draft reads before its
+    block: None for a draft that attends to everything, absent when its config is unknown.
     """
     dspark: dict[str, Any] = {"mode": "tail"}
     tokens = int(environ.get(TAIL_TOKENS) or DEFAULT_TAIL_TOKENS)
@@ -227,11 +268,11 @@ def describe_tail(
 
 
 def window_need(config: Mapping[str, Any]) -> int | None:
-    """Rows before the block that an all-sliding draft reads; None for full attention."""
+    """Tokens before the block that an all-sliding draft reads; None for all of them."""
     text = _text_config(config)
     if attention_kind(config) == "compressed_mla":
-        rows = text.get("sliding_window") or text.get("window_size")
-        return int(rows or DEEPSEEK_V4_WINDOW)
+        window = text.get("sliding_window") or text.get("window_size")
+        return int(window or DEEPSEEK_V4_WINDOW)
     types, window = text.get("layer_types"), text.get("sliding_window")
     if types and window and set(types) == {"sliding_attention"}:
         return int(window) - 1
@@ -244,7 +285,7 @@ def geometry(
     """What the config says of the given (label, key) pairs, and its KV heads.
 
     A key that the config leaves out is left out: a file and a config object made from
-    it differ in the defaults, and peers compare what both know.
+    it differ in the defaults, and engines compare what both know.
     """
     text = _text_config(config)
     found: dict[str, Any] = {}
@@ -403,14 +444,6 @@ def _overridden(
     return {**config, **changes}
 
 
-def _bundled_draft(draft_config, target_config):
-    """The config that describes the draft; a checkpoint may carry its own draft."""
-    if draft_config is not None or not target_config:
-        return draft_config
-    bundled = any(target_config.get(key) is not None for key in _BUNDLED_DRAFT_FIELDS)
-    return target_config if bundled else None
-
-
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
@@ -429,3 +462,101 @@ def _integers(text: str) -> list[int]:
 
 def _on(environ: Mapping[str, str], name: str) -> bool:
     return str(environ.get(name, "")).strip().lower() in _TRUE
+
+
+# -- identity of a checkpoint's weights -------------------------------------------------
+
+BLOCK_BYTES = 1024
+BLOCKS_PER_CHECKPOINT = 256
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 128 << 20
+_INDEX = "model.safetensors.index.json"
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a safetensors file; `start` and `end` are bytes of the file."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    path: pathlib.Path
+    start: int
+    end: int
+
+
+def checkpoint_fingerprint(
+    folder: str | os.PathLike | None, *, bundled: bool = False
+) -> str | None:
+    """16 hex digits for the weights of a local checkpoint; None when they are not found.
+
+    Two drafts of the same shape have equal configs and equal tensor headers, and hashing
+    gigabytes at every start takes too long. So this hashes names, dtypes and shapes of
+    the tensors and a few evenly spaced blocks of their data: retrained or requantised
+    weights differ in every block. Depends neither on the folder's name or file times nor
+    on how tensors are spread over files.
+
+    Args:
+        bundled: count only the draft's tensors of a target's checkpoint.
+    """
+    if not folder:
+        return None
+    try:
+        wanted = _is_draft_tensor if bundled else _is_any_tensor
+        tensors = sorted(_tensors(pathlib.Path(folder), wanted))
+        return _digest(tensors) if tensors else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _is_any_tensor(name: str) -> bool:
+    return name != "__metadata__"
+
+
+def _is_draft_tensor(name: str) -> bool:
+    return name.startswith("mtp.") or "dspark" in name
+
+
+def _tensors(folder: pathlib.Path, wanted: Callable[[str], bool]) -> Iterator[_Tensor]:
+    for path in _files(folder, wanted):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= min(path.stat().st_size, _LARGEST_HEADER):
+                raise ValueError(f"{path} is not a safetensors file")
+            header = json.loads(file.read(length))
+        for name in filter(wanted, header):
+            start, end = (
+                _LENGTH_BYTES + length + offset
+                for offset in header[name]["data_offsets"]
+            )
+            dtype, shape = header[name]["dtype"], header[name]["shape"]
+            yield _Tensor(name, dtype, shape, path, start, end)
+
+
+def _files(folder: pathlib.Path, wanted: Callable[[str], bool]) -> list[pathlib.Path]:
+    """Files that hold wanted tensors; by the index, where a checkpoint has one."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    places = json.loads(index.read_text())["weight_map"]
+    return sorted({folder / file for name, file in places.items() if wanted(name)})
+
+
+def _digest(tensors: list[_Tensor]) -> str:
+    """Hash headers, and blocks at equal distances in all data laid end to end."""
+    digest = hashlib.sha256()
+    total = sum(tensor.end - tensor.start for tensor in tensors)
+    stride = max(BLOCK_BYTES, total // BLOCKS_PER_CHECKPOINT)
+    skipped = 0  # how far the next block begins behind the start of a tensor
+    for tensor in tensors:
+        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+        offsets = range(tensor.start + skipped, tensor.end, stride)
+        if offsets:
+            with tensor.path.open("rb") as file:
+                for offset in offsets:
+                    file.seek(offset)
+                    digest.update(file.read(min(BLOCK_BYTES, tensor.end - offset)))
+            skipped = offsets[-1] + stride
+        else:
+            skipped += tensor.start
+        skipped -= tensor.end
+    return digest.hexdigest()[:16]

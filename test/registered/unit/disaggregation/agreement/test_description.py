@@ -1,30 +1,27 @@
-"""An engine's description of itself, and the identity of a checkpoint.
+"""How an engine describes itself, and the identity of a checkpoint.
 
-Contract: what decides a verdict is in the description; what is not known stays out;
-two drafts with the same shape and other weights have other fingerprints; a checkpoint
-has the same fingerprint wherever it lies.
+Contract: what decides a verdict is in the description; what is not known stays out; flags
+count as SGLang resolves them; two drafts with the same shape and other weights have other
+fingerprints; a checkpoint has the same fingerprint wherever it lies.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import os
 import shutil
 import tempfile
 import unittest
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
+from agreement_fixtures import ARGS, DRAFT, PLAIN_ARGS, TARGET, V4, describe_role
+from safetensors.torch import load_file, save_file
 
-from sglang.srt.disaggregation.common import engine_facts
-from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.common.draft_fingerprint import checkpoint_fingerprint
-from sglang.srt.disaggregation.common.peer_agreement_rules import refusal
-from sglang.srt.disaggregation.common.peer_description import (
+from sglang.srt.disaggregation.agreement.description import (
     DEEPSEEK_V4_WINDOW,
+    checkpoint_fingerprint,
     describe,
     draft_kv_dtype,
     kv_heads,
@@ -32,54 +29,13 @@ from sglang.srt.disaggregation.common.peer_description import (
     parallel_sizes,
     read_config,
     ring_sizes,
-    stages_divide,
     window_need,
 )
-from sglang.srt.disaggregation.utils import build_kv_layer_ids
-from sglang.srt.distributed.utils import get_pp_indices
-from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
-from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.disaggregation.agreement.rules import refusal
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
-
-TARGET = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-}
-DRAFT = {
-    **TARGET,
-    "architectures": ["Qwen3DSparkModel"],
-    "num_hidden_layers": 2,
-    "dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": 0},
-}
-V4 = {**TARGET, "compress_ratios": [0, 4, 128, 4]}
-ARGS = {
-    "disaggregation_transfer_backend": "nixl",
-    "speculative_algorithm": "DSPARK",
-    "speculative_num_draft_tokens": 5,
-    "page_size": 1,
-    "kv_cache_dtype": "auto",
-    "tp_size": 2,
-}
-PLAIN_ARGS = {**ARGS, "speculative_algorithm": None}
-
-
-def describe_role(role, args=ARGS, *, draft=DRAFT, target=TARGET, environ=None):
-    return describe(
-        args,
-        role=role,
-        target_config=target,
-        draft_config=draft,
-        environ=environ,
-    )
 
 
 class TestDescription(CustomTestCase):
@@ -145,14 +101,22 @@ class TestDescription(CustomTestCase):
         described = describe({"tp_size": 1}, role="prefill")
         self.assertEqual(
             set(described),
-            {"version", "role", "algorithm", "mode", "tp", "pp", "cp", "dp", "dcp"}
+            {"version", "role", "algorithm", "mode", "tp", "pp", "cp", "dcp"}
             | {"allow_cold_draft", "allow_partial_context", "allocation_policy"},
         )
 
-    def test_attention_ranks(self):
-        args = {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
-        self.assertEqual(parallel_sizes(args)["tp"], 2)
+    def test_attention_ranks_under_both_spellings_of_data_parallel_attention(self):
+        old = {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
+        new = {"tp_size": 8, "dp_size": 1, "attn_dp_size": 4}
+        shown = {**new, "enable_dp_attention": True}  # by /server_info
+        for args in (old, new, shown, {**old, "attn_dp_size": 1}):
+            with self.subTest(args):
+                self.assertEqual(parallel_sizes(args)["tp"], 2)
         self.assertEqual(parallel_sizes({"tp_size": 8, "dp_size": 4})["tp"], 8)
+
+    def test_the_algorithm_counts_in_any_case(self):
+        lower = describe_role("decode", {**ARGS, "speculative_algorithm": "dspark"})
+        self.assertEqual(lower, describe_role("decode"))
 
     def test_a_checkpoint_may_carry_its_own_draft(self):
         bundled = {**V4, "dspark_block_size": 5, "dspark_target_layer_ids": [1, 2]}
@@ -160,18 +124,18 @@ class TestDescription(CustomTestCase):
         self.assertEqual(described["draft"]["target_layers"], [1, 2])
         self.assertEqual(described["attention"], "compressed_mla")
 
-    def test_rows_that_a_draft_needs(self):
+    def test_window_that_a_draft_needs(self):
         types = ["sliding_attention"] * 2
         sliding = {**DRAFT, "layer_types": types, "sliding_window": 32}
         mixed = {**sliding, "layer_types": [*types, "full_attention"]}
-        for config, rows in (
+        for config, tokens in (
             (DRAFT, None),
             (sliding, 31),
             (mixed, None),
             (V4, 128),
             ({**V4, "sliding_window": 64}, 64),
         ):
-            self.assertEqual(window_need(config), rows)
+            self.assertEqual(window_need(config), tokens)
 
     def test_the_default_window_of_deepseek_v4_is_upstreams(self):
         from sglang.srt.configs.deepseek_v4 import DeepSeekV4Config
@@ -179,7 +143,7 @@ class TestDescription(CustomTestCase):
         self.assertEqual(DeepSeekV4Config.window_size, DEEPSEEK_V4_WINDOW)
 
     def test_rings_of_deepseek_v4(self):
-        """Rows by ratio: 8 or 16 for ratio 4; a power of two above the block for 2."""
+        """Slots by ratio: 8 or 16 for ratio 4; a power of two above the block for 2."""
         self.assertEqual(self.rings(V4, PLAIN_ARGS), {"4": 8})
         self.assertEqual(self.rings(V4, ARGS), {"4": 16})
         self.assertEqual(self.rings({"compress_ratios": [2]}, ARGS), {"2": 8})
@@ -230,205 +194,13 @@ class TestDescription(CustomTestCase):
             for ratio in ratios:
                 config = {"compress_ratios": [ratio]}
                 with self.subTest(tokens=tokens, ratio=ratio):
-                    rows = get_compress_state_ring_size(ratio, tokens)
-                    self.assertEqual(self.rings(config, args), {str(ratio): rows})
+                    slots = get_compress_state_ring_size(ratio, tokens)
+                    self.assertEqual(self.rings(config, args), {str(ratio): slots})
 
     def test_heads_without_head_dim(self):
         config = {"num_attention_heads": 4, "hidden_size": 128}
         self.assertEqual(kv_heads(config), [4, 32])
         self.assertIsNone(kv_heads({}))
-
-
-class TestEngineFacts(CustomTestCase):
-    """The running engine replaces what arguments only suggest."""
-
-    def describe_rank(self, handoff, draft_pool=None, **args):
-        config = SimpleNamespace(to_dict=lambda: TARGET)
-        scheduler = SimpleNamespace(
-            server_args=SimpleNamespace(**(PLAIN_ARGS | args)),
-            model_config=SimpleNamespace(hf_config=config),
-        )
-        kv_args = SimpleNamespace(
-            page_size=64, kv_cache_dtype_str="auto", kv_item_lens=[8] * 8
-        )
-        buffers = SimpleNamespace(
-            output_ids=torch.zeros(1),
-            kv_checksum=None,
-            dspark_tail=torch.zeros(1),
-            bootstrap_room=torch.zeros(1, 2),
-        )
-        queue = SimpleNamespace(
-            metadata_buffers=buffers,
-            token_to_kv_pool=SimpleNamespace(dtype=torch.float32),
-            draft_token_to_kv_pool=draft_pool,
-        )
-        with (
-            mock.patch.object(engine_facts, "_describe_handoff", return_value=handoff),
-            mock.patch.object(
-                engine_facts, "_resolved_args", side_effect=lambda args: vars(args)
-            ),
-        ):
-            engine_facts.describe_engine(scheduler, "prefill", kv_args, queue)
-        return kv_args.peer_description
-
-    def test_facts_of_the_engine(self):
-        described = self.describe_rank(None)
-        self.assertEqual(described["page_size"], 64)
-        self.assertEqual(described["kv_storage"], "float32")
-        self.assertEqual(described["aux"], ["output_ids:4", "bootstrap_room:8"])
-        self.assertEqual((described["kv_entries"], described["mode"]), (8, "none"))
-        self.assertFalse(described["kv_layer_ids"])
-        self.assertNotIn("draft_kv_dtype", described)
-
-    def test_dtype_of_the_drafts_pool(self):
-        described = self.describe_rank(None, SimpleNamespace(dtype=torch.bfloat16))
-        self.assertEqual(described["draft_kv_dtype"], "bfloat16")
-
-    def test_a_rank_without_the_drafts_pool_does_not_guess_its_dtype(self):
-        flags = {"speculative_algorithm": "DSPARK", "kv_cache_dtype": "fp8_e4m3"}
-        self.assertNotIn("draft_kv_dtype", self.describe_rank(None, **flags))
-        pool = SimpleNamespace(dtype=torch.float16)
-        described = self.describe_rank(None, pool, **flags)
-        self.assertEqual(described["draft_kv_dtype"], "float16")
-
-    def test_refusals_are_admitted_only_where_they_are_read(self):
-        self.assertTrue(self.describe_rank(None)["admits"])
-        with mock.patch.object(engine_facts, "_is_installed", return_value=False):
-            self.assertNotIn("admits", self.describe_rank(None))
-        self.assertFalse(engine_facts.admits("ascend"))
-
-    def test_the_hand_over_speaks_for_itself(self):
-        tail = {"mode": "tail", "tail_tokens": 8}
-        described = self.describe_rank(tail)
-        self.assertEqual((described["mode"], described["dspark"]), ("tail", tail))
-
-
-class TestStagePairing(CustomTestCase):
-    """What a stage can be placed by, from upstream's own pools and configs."""
-
-    def pairing(self, backend, pool, *, layers=4, pp=2, attention="mha", ratios=None):
-        description = {
-            "backend": backend,
-            "attention": attention,
-            "target": {"layers": layers},
-            "pp": pp,
-        }
-        kv_args = SimpleNamespace(mla_compression_ratios=ratios)
-        return engine_facts.stage_pairing(description, pool, kv_args)
-
-    def mha_pool(self):
-        return object.__new__(MHATokenToKVPool)
-
-    def test_plain_pools(self):
-        self.assertEqual(self.pairing("nixl", self.mha_pool()), "none")
-        self.assertEqual(self.pairing("mooncake", self.mha_pool()), "guess")
-        self.assertEqual(self.pairing("mooncake", self.mha_pool(), layers=7), "none")
-
-    def test_the_guess_is_right_exactly_where_it_is_said_to_be(self):
-        """Against upstream's own positional pairing, all stages of many splits."""
-        for layers in range(1, 25):
-            for pp in range(2, min(layers, 5) + 1):
-                right = True
-                for rank in range(pp):
-                    start, end = get_pp_indices(layers, rank, pp)
-                    right &= self.guesses_right(layers, start, end)
-                said = self.pairing("mooncake", self.mha_pool(), layers=layers, pp=pp)
-                with self.subTest(layers=layers, pp=pp):
-                    self.assertEqual(said == "guess", right)
-
-    def guesses_right(self, layers, start, end):
-        manager = object.__new__(CommonKVManager)
-        manager.kv_args = SimpleNamespace(prefill_start_layer=start)
-        names = [f"{kind}{i}" for kind in "KV" for i in range(layers)]
-        own = [f"{kind}{i}" for kind in "KV" for i in range(start, end)]
-        keys_src, values_src, keys, values, _ = manager.get_mha_kv_ptrs_with_pp(
-            own, names
-        )
-        return keys == keys_src and values == values_src
-
-    def test_a_partition_of_ones_own(self):
-        name = "SGLANG_PP_LAYER_PARTITION"
-        for partition, divides in (("2,2", True), ("1,3", False), ("1,1,2", True)):
-            stages = partition.count(",") + 1
-            self.assertIs(stages_divide(4, stages, {name: partition}), divides)
-
-    def test_compressed_pools_report_no_ids_and_are_placed(self):
-        pool = object.__new__(DeepSeekV4TokenToKVPool)
-        ids = build_kv_layer_ids(
-            token_to_kv_pool=pool,
-            draft_token_to_kv_pool=None,
-            num_draft_entries=0,
-            num_hidden_layers=4,
-        )
-        self.assertEqual(ids, [])
-        v4 = {"attention": "compressed_mla", "ratios": [0, 4, 128, 4]}
-        self.assertEqual(self.pairing("mooncake", pool, **v4), "position")
-        with mock.patch.object(engine_facts, "_is_installed", return_value=True):
-            self.assertEqual(self.pairing("nixl", pool, **v4), "position")
-        with mock.patch.object(engine_facts, "_is_installed", return_value=False):
-            self.assertEqual(self.pairing("nixl", pool, **v4), "none")
-
-    def test_mla_pools(self):
-        placed = hasattr(CommonKVManager, "_mla_kv_entry_span_with_pp")
-        mla = {"attention": "mla"}
-        self.assertEqual(self.pairing("mooncake", object(), **mla), "position")
-        found = self.pairing("nixl", object(), **mla)
-        self.assertEqual(found, "position" if placed else "none")
-
-    def test_other_backends_and_pools_are_not_known(self):
-        self.assertIsNone(self.pairing("mori", self.mha_pool()))
-        self.assertIsNone(self.pairing("mooncake", object()))
-
-
-class TestRingFacts(CustomTestCase):
-    """What the engine publishes is what its pools allocate."""
-
-    def test_facts_come_from_upstreams_function(self):
-        if not hasattr(pools, "resolve_compress_state_ring_size"):
-            self.skipTest("ring sizes of this release do not depend on draft tokens")
-        with mock.patch.object(pools, "resolve_compress_state_ring_size") as resolve:
-            resolve.side_effect = lambda ratio: 100 + ratio
-            found = engine_facts._rings(["4", "2"])
-        self.assertEqual(found, {"4": 104, "2": 102})
-        self.assertIsNone(engine_facts._rings([]))
-
-    def test_a_guess_equals_what_the_engine_allocates(self):
-        """Capture on and off, told by the environment, by the checkpoint, by neither."""
-        if not hasattr(pools, "resolve_compress_state_ring_size"):
-            self.skipTest("ring sizes of this release do not depend on draft tokens")
-        try:
-            from sglang.srt.speculative.dspark_components import dspark_handoff_knobs
-        except ImportError:
-            self.skipTest("the hand-over serves 0.5.23 and later")
-        for capturing in (True, False):
-            for told in (0, 6):
-                for block in (0, 3):
-                    with self.subTest(capturing=capturing, told=told, block=block):
-                        self.compare(dspark_handoff_knobs, capturing, told, block)
-
-    def compare(self, knobs, capturing, told, block):
-        config = {**V4, "compress_ratios": [0, 4, 128, 2]}
-        if block:
-            config["dspark_block_size"] = block
-        environ = {"SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": str(told)} if told else {}
-        if capturing:
-            environ["SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"] = "1"
-        guessed = describe_role(
-            "prefill", PLAIN_ARGS, target=config, draft=None, environ=environ
-        ).get("rings")
-        spec = SimpleNamespace(speculative_algorithm=None)
-        hf_config = SimpleNamespace(
-            architectures=["DeepseekV4ForCausalLM"], dspark_block_size=block or None
-        )
-        with (
-            mock.patch.dict(os.environ, environ),
-            mock.patch.object(knobs, "_peer_draft_tokens", 0),
-            mock.patch.object(pools, "get_spec", lambda: spec),
-        ):
-            if capturing:
-                with contextlib.suppress(knobs.HandoffConfigError):
-                    knobs.expect_peer_draft_tokens(hf_config)
-            self.assertEqual(engine_facts._rings(["4", "2"]), guessed)
 
 
 class TestConfigObjects(CustomTestCase):
@@ -533,6 +305,18 @@ class TestDraftDtype(CustomTestCase):
         self.assertEqual(self.dtype(**flag), "bfloat16")
 
 
+class _Counting(io.FileIO):
+    """A file that notes how many bytes are read."""
+
+    def __init__(self, path, counts):
+        super().__init__(path)
+        self._counts = counts
+
+    def read(self, size):
+        self._counts.append(size)
+        return super().read(size)
+
+
 class TestFingerprint(CustomTestCase):
     def setUp(self):
         self.folder = tempfile.mkdtemp()
@@ -551,6 +335,68 @@ class TestFingerprint(CustomTestCase):
         self.assertEqual(here, checkpoint_fingerprint(self.checkpoint("there", seed=1)))
         self.assertRegex(here, "^[0-9a-f]{16}$")
 
+    def bundled(self, name, *, target=1, draft=1):
+        """A target whose checkpoint holds its draft, over two files with an index."""
+        folder = os.path.join(self.folder, name)
+        os.makedirs(folder)
+        names = {"layers.0.w": target, "mtp.0.w": draft}
+        files = {}
+        for number, (tensor, seed) in enumerate(names.items()):
+            generator = torch.Generator().manual_seed(seed)
+            weights = {tensor: torch.randn(64, 64, generator=generator)}
+            files[tensor] = f"model-{number}.safetensors"
+            save_file(weights, os.path.join(folder, files[tensor]))
+        with open(os.path.join(folder, "model.safetensors.index.json"), "w") as file:
+            json.dump({"weight_map": files}, file)
+        return folder
+
+    def test_only_the_draft_of_a_bundling_checkpoint_counts(self):
+        def found(name, **seeds):
+            folder = self.bundled(name, **seeds)
+            return checkpoint_fingerprint(folder, bundled=True)
+
+        one = found("one")
+        self.assertIsNotNone(one)
+        self.assertEqual(one, found("other-target", target=2))
+        self.assertNotEqual(one, found("other-draft", draft=2))
+        whole = self.checkpoint("without", seed=1)
+        self.assertIsNone(checkpoint_fingerprint(whole, bundled=True))
+
+    def test_engines_with_two_quantisations_of_a_bundling_target_agree(self):
+        config = {**V4, "dspark_block_size": 5}
+        descriptions = [
+            describe_role(
+                role, {**ARGS, "model_path": folder}, draft=None, target=config
+            )
+            for role, folder in (
+                ("decode", self.bundled("a")),
+                ("prefill", self.bundled("b", target=2)),
+            )
+        ]
+        self.assertIn("draft_weights", descriptions[0])
+        self.assertIsNone(refusal(*descriptions))
+
+    def test_files_that_tensors_are_spread_over_do_not_count(self):
+        whole = self.bundled("whole")
+        merged = os.path.join(self.folder, "merged")
+        os.makedirs(merged)
+        weights = {}
+        for number in range(2):
+            weights |= load_file(os.path.join(whole, f"model-{number}.safetensors"))
+        save_file(weights, os.path.join(merged, "model.safetensors"))
+        self.assertEqual(checkpoint_fingerprint(whole), checkpoint_fingerprint(merged))
+
+    def test_a_draft_in_the_targets_dspark_folder_is_read(self):
+        target = self.checkpoint("target", seed=1)
+        draft = self.checkpoint("target/dspark", seed=2)
+        with open(os.path.join(draft, "config.json"), "w") as file:
+            json.dump(DRAFT, file)
+        found = describe_role("decode", {**ARGS, "model_path": target}, draft=None)
+        self.assertEqual(found["draft"]["target_layers"], [0, 1, 2])
+        self.assertEqual(found["draft_weights"], checkpoint_fingerprint(draft))
+        named = {**ARGS, "model_path": target, "speculative_draft_model_path": draft}
+        self.assertEqual(found, describe_role("decode", named))
+
     def test_same_shape_other_weights(self):
         one = checkpoint_fingerprint(self.checkpoint("one", seed=1))
         self.assertNotEqual(one, checkpoint_fingerprint(self.checkpoint("two", seed=2)))
@@ -558,19 +404,8 @@ class TestFingerprint(CustomTestCase):
     def test_reads_a_bounded_part_of_a_large_checkpoint(self):
         folder = self.checkpoint("large", seed=1, rows=40_000)
         path = os.path.join(folder, "model.safetensors")
-        real, read = open, []
-
-        def counting(*args, **kwargs):
-            file = real(*args, **kwargs)
-            original = file.read
-            return mock.MagicMock(
-                wraps=file,
-                read=lambda n: read.append(n) or original(n),
-                __enter__=lambda self: self,
-                __exit__=lambda *a: file.close(),
-            )
-
-        with mock.patch("pathlib.Path.open", lambda self, mode: counting(self, mode)):
+        read = []
+        with mock.patch("pathlib.Path.open", lambda self, mode: _Counting(self, read)):
             self.assertIsNotNone(checkpoint_fingerprint(folder))
         self.assertGreater(os.path.getsize(path), 8 << 20)
         self.assertLess(sum(read), 1 << 20)
