@@ -221,6 +221,8 @@ def test_what_is_described_is_what_the_doctor_reads(
         "unknown": ["--x"],
     }
     assert "flags that are not read: --x" in outcome.err
+    quiet = run("describe", "-q", "--", *words, *command, "--x", "1", text=True)
+    assert (quiet.out, quiet.err) == (outcome.out, "")
     file = tmp_path / "described.json"
     file.write_text(outcome.out)
     findings = run("doctor", "--prefill", file, "--decode", file).data["findings"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from dspark_pd.bed.serve import _arguments, _specs
 from dspark_pd.bed.specs import to_argv
+from dspark_pd.cli import main
 
 pytestmark = pytest.mark.unit
 
@@ -103,6 +105,36 @@ def test_sglang_accepts_the_flags_of_the_gpu_recipe(
     assert args.log_level == "error"
     if role == "decode":
         assert args.cuda_graph_max_bs_decode == 64
+
+
+def test_the_gpu_recipe_is_described_by_its_own_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the docs say: a program of that name in front on PATH; the pair has no errors."""
+    stub = tmp_path / "sglang"
+    describe = f"{sys.executable} -m dspark_pd describe -q --without-sglang --"
+    stub.write_text(f'#!/bin/sh\nexec {describe} sglang "$@"\n')
+    stub.chmod(0o755)
+    pair = []
+    for role in ("prefill", "decode"):
+        done = subprocess.run(
+            ["bash", str(LAUNCH / f"deepseek_v4_flash_{role}.sh")],
+            env={
+                "PATH": f"{tmp_path}:/usr/bin:/bin",
+                "PYTHONPATH": str(SCRIPTS.parent / "python"),
+                "HICACHE_DIR": "/fast/disk",
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        (tmp_path / f"{role}.json").write_text(done.stdout)
+        pair += [f"--{role}", str(tmp_path / f"{role}.json")]
+    assert main(["doctor", *pair, "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["data"]["findings"]
+    # Neither the checkpoint nor its weights are here.
+    assert {f["code"] for f in findings} <= {"DOC-CONFIG", "PD-DRAFT-WEIGHTS-UNKNOWN"}
 
 
 def test_sglang_accepts_the_flags_of_the_cpu_twin(
