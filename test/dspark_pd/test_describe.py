@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_pd.doctor import arguments, sglang_parser
 from dspark_pd.doctor.arguments import NotArguments, argv_of, parse, read_line
 from dspark_pd.doctor.fields import ALIASES, FIELDS, VARIABLES, meant_by, relevant
 from outcome import Run
@@ -304,35 +302,3 @@ def test_without_its_parser_the_known_flags_are_read_with_a_note(
     assert outcome.data["server_args"] == {"model_path": "/m", "tp_size": 4}
     assert outcome.data["unknown"] == ["--only-here"]
     assert any("no torch" in note for note in outcome.document["notes"])
-
-
-def test_the_parser_of_the_installed_sglang_agrees_with_ours(tmp_path: Path) -> None:
-    """On the flags that both know, in the spelling rules that we follow."""
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed here")
-    (tmp_path / "c.yaml").write_text("dp-size: 2\nenable-pdmux: true\n")
-    argv = [
-        "--model",
-        "m",
-        "--tp",
-        "4",
-        "--speculative-algo",
-        "dspark",
-        "--page-size=8",
-    ]
-    argv += [
-        "--enable-hicache",
-        "--attn-cp-size",
-        "2",
-        "--json-model-override-args",
-        "{}",
-    ]
-    argv += ["--speculative-dspark-block-size", "4", "--disable-radix-cache"]
-    argv += ["--cuda-graph-backend-prefill", "disabled", "--trust-remote-code"]
-    argv += ["--config", str(tmp_path / "c.yaml")]
-    theirs, unknown = sglang_parser.ask(argv)
-    ours, extra = arguments.parse(argv, Path())
-    assert (unknown, extra) == ([], ["--trust-remote-code"])
-    assert {k: v for k, v in theirs.items() if k in FIELDS} == {
-        k: v for k, v in ours.items() if v != "{}"
-    }
