@@ -25,39 +25,19 @@ PEER_DRAFT_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT)
-VARIABLES = (
-    *SWITCHES,
-    LAYER_IDS,
-    TAIL_TOKENS,
-    PEER_DRAFT_TOKENS,
-    MOONCAKE_AUX_TCP,
-    MOONCAKE_POOL,
-)
+VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL)  # fmt: skip
 # Server arguments that a rule reads. The backend of prefill graphs is read apart.
 ARGUMENTS = (
-    "speculative_algorithm",
-    "speculative_draft_model_path",
-    "disaggregation_transfer_backend",
+    "speculative_algorithm", "speculative_draft_model_path", "pp_size", "attn_cp_size",
+    "dcp_size", "disaggregation_transfer_backend",
     "disaggregation_decode_enable_radix_cache",
-    "disaggregation_decode_host_receive_threshold",
-    "pp_size",
-    "attn_cp_size",
-    "dcp_size",
-    "enable_decoder_swa_bounded_replay",
-    "enable_encoder_swa_bounded_replay",
-    "enable_hierarchical_cache",
-    "enable_hisparse",
-    "enable_kv_cache_sharding",
-    "enable_layernorm_sp",
-    "enable_pd_role_switch",
-    "enable_pdmux",
-    "enable_return_aux_hidden_states",
-    "enable_return_hidden_states",
-    "enable_streaming_session",
-    "enable_two_batch_overlap",
-    "enable_unified_memory",
+    "disaggregation_decode_host_receive_threshold", "enable_decoder_swa_bounded_replay",
+    "enable_encoder_swa_bounded_replay", "enable_hierarchical_cache", "enable_hisparse",
+    "enable_kv_cache_sharding", "enable_layernorm_sp", "enable_pd_role_switch",
+    "enable_pdmux", "enable_return_aux_hidden_states", "enable_return_hidden_states",
+    "enable_streaming_session", "enable_two_batch_overlap", "enable_unified_memory",
     "return_hidden_states_mode",
-)
+)  # fmt: skip
 
 AUTO_TAIL = -1
 DEFAULT_TAIL_TOKENS = 8
@@ -79,6 +59,10 @@ STAGED_TARGETS = (
     "DeepseekV4ForCausalLM",
 )
 SELF_STAGED_TARGETS = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
+
+_BACKEND = "disaggregation_transfer_backend"
+_RADIX = "disaggregation_decode_enable_radix_cache"
+_HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
 
 Facts = Mapping[str, Any]
 
@@ -126,7 +110,7 @@ def facts_from(
     given = {name: args[name] for name in ARGUMENTS if args.get(name) is not None}
     return {
         "role": role,
-        "disaggregation_transfer_backend": DEFAULT_BACKEND,
+        _BACKEND: DEFAULT_BACKEND,
         **given,
         **_graph_backend(args),
         **{name: environ[name] for name in VARIABLES if name in (environ or {})},
@@ -191,11 +175,9 @@ def is_on(value: str | None) -> bool:
 
 def parse_layer_ids(value: str | None) -> tuple[int, ...] | None:
     """Layer ids of a comma-separated list; None when it names none or is malformed."""
+    items = [item for item in (value or "").split(",") if item.strip()]
     try:
-        return (
-            tuple(int(item) for item in (value or "").split(",") if item.strip())
-            or None
-        )
+        return tuple(int(item) for item in items) or None
     except ValueError:
         return None
 
@@ -277,33 +259,24 @@ def _idle_variables(facts: Facts) -> list[str]:
     return idle
 
 
-def _malformed_layer_ids(facts: Facts) -> bool:
-    value = facts.get(LAYER_IDS) or ""
-    return bool(value.strip(", ")) and parse_layer_ids(value) is None
-
-
-def _disordered(facts: Facts) -> bool:
-    ids = layer_ids(facts)
-    return captures(facts) and ids is not None and list(ids) != sorted(set(ids))
-
-
-def _out_of_range(facts: Facts) -> bool:
+def _layer_ids_problem(facts: Facts) -> str | None:
+    """Why the layer ids cannot be captured, or would be misread."""
+    named = facts.get(LAYER_IDS) or ""
+    if _in_tail(facts) and named.strip(", ") and parse_layer_ids(named) is None:
+        return "expected target layer ids separated by commas, such as 1,9,17"
     ids, layers = layer_ids(facts), facts.get("num_layers")
-    return captures(facts) and bool(
-        ids and layers and (min(ids) < 0 or max(ids) >= layers)
-    )
-
-
-def _last_layer(facts: Facts) -> bool:
-    ids, layers = layer_ids(facts), facts.get("num_layers")
-    known = bool(ids and layers and facts.get("architecture"))
+    if not captures(facts) or not ids:
+        return None
+    if list(ids) != sorted(set(ids)):
+        return "expected ascending ids without repetition, the order of the capture"
+    if not layers:
+        return None
+    if ids[0] < 0 or ids[-1] >= layers:
+        return f"the target's layers are 0 to {layers - 1}"
     # DeepSeek-V4 captures behind a layer, all others at the next layer's input.
-    return (
-        captures(facts)
-        and known
-        and not is_deepseek_v4(facts)
-        and max(ids) == layers - 1
-    )
+    if ids[-1] == layers - 1 and not is_deepseek_v4(facts):
+        return "the target's last layer cannot be captured: it has no next layer"
+    return None
 
 
 def _no_draft_known(facts: Facts) -> bool:
@@ -343,72 +316,58 @@ def _reads_whole_prompt(facts: Facts) -> bool:
 
 
 def _peer_tokens_missing(facts: Facts) -> bool:
-    if not captures(facts):
-        return False
     tokens = peer_draft_tokens(facts)
-    return tokens < 2 if tokens is not None else is_deepseek_v4(facts)
+    unknown = is_deepseek_v4(facts) if tokens is None else tokens < 2
+    return captures(facts) and unknown
 
 
-def _stages(facts: Facts) -> int:
-    return int(facts.get("pp_size") or 1)
+def _other_layers_on_decode(facts: Facts) -> bool:
+    named, read = parse_layer_ids(facts.get(LAYER_IDS)), facts.get("draft_layer_ids")
+    return expects_tail(facts) and None not in (named, read) and named != read
 
 
 def _staged(facts: Facts) -> bool:
-    return _stages(facts) > 1 and (captures(facts) or _drafts(facts, "prefill"))
+    drafting = captures(facts) or _drafts(facts, "prefill")
+    return drafting and int(facts.get("pp_size") or 1) > 1
 
 
 def _staged_graphs(facts: Facts) -> bool:
-    if facts.get("prefill_graph_backend") in (None, "disabled"):
-        return False
+    graphs = facts.get("prefill_graph_backend") not in (None, "disabled")
     own = not captures(facts) and facts.get("architecture") in SELF_STAGED_TARGETS
-    return _staged(facts) and not own
+    return _staged(facts) and graphs and not own
 
 
 def _unknown_stages(facts: Facts) -> bool:
-    architecture = facts.get("architecture")
-    known = architecture in (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
-    return _staged(facts) and not known
-
-
-def _metadata_on_device(facts: Facts) -> bool:
-    return _in_tail(facts) and facts.get(MOONCAKE_POOL) == "INTRA_NODE_NVLINK"
+    known = (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
+    return _staged(facts) and facts.get("architecture") not in known
 
 
 def _aux_over_tcp(facts: Facts) -> bool:
     pool = facts.get(MOONCAKE_POOL) or ""
-    over_tcp = pool == "NVLINK" or pool.lower() == "true"
-    return (
-        _in_tail(facts)
-        and facts.get("disaggregation_transfer_backend") == "mooncake"
-        and (over_tcp or is_on(facts.get(MOONCAKE_AUX_TCP)))
-    )
+    tcp = is_on(facts.get(MOONCAKE_AUX_TCP)) or pool == "NVLINK"
+    tcp = tcp or pool.lower() == "true"  # Mooncake takes it for NVLINK.
+    return _in_tail(facts) and tcp and facts.get(_BACKEND) == "mooncake"
 
 
-def _capturing(*names: str) -> Callable[[Facts], bool]:
-    return lambda f: captures(f) and any(f.get(name) for name in names)
-
-
-def _expecting(*names: str) -> Callable[[Facts], bool]:
-    return lambda f: expects_tail(f) and any(f.get(name) for name in names)
-
-
-def _on_prefill(code: str, names: tuple[str, ...], why: str) -> Refusal:
+def _on_prefill(code: str, why: str, *names: str) -> Refusal:
+    """A rule against flags of a capturing prefill."""
     flags = " or ".join(f"--{name.replace('_', '-')}" for name in names)
     return Refusal(
         code,
         "prefill",
-        _capturing(*names),
+        lambda f: captures(f) and any(f.get(name) for name in names),
         f"prefill captures hidden states and has {flags}: {why}",
         f"drop {flags} on prefill, or run DSPARK on prefill",
     )
 
 
-def _on_decode(code: str, name: str, why: str) -> Refusal:
+def _on_decode(code: str, why: str, name: str) -> Refusal:
+    """A rule against a flag of a decode that expects a tail."""
     flag = f"--{name.replace('_', '-')}"
     return Refusal(
         code,
         "decode",
-        _expecting(name),
+        lambda f: expects_tail(f) and f.get(name),
         f"decode expects a tail and has {flag}: {why}",
         f"drop {flag} on decode, or run DSPARK on prefill",
     )
@@ -461,34 +420,17 @@ _VARIABLES: tuple[Refusal, ...] = (
     Refusal(
         "TAIL-LAYER-IDS",
         "both",
-        lambda f: _in_tail(f) and _malformed_layer_ids(f),
-        f"{LAYER_IDS}={{{LAYER_IDS}!r}}: expected target layer ids separated by commas, "
-        "such as 1,9,17",
-        "copy target_layer_ids of the draft's config.json",
-    ),
-    Refusal(
-        "TAIL-LAYER-ORDER",
-        "prefill",
-        _disordered,
-        "{ids_of}={ids}: expected ascending layer ids without repetition, the order in "
-        "which hidden states are captured",
+        _layer_ids_problem,
+        "{ids_of}={ids}: {layer_ids_problem}",
         f"set {LAYER_IDS} to target_layer_ids of the draft's config.json",
     ),
     Refusal(
-        "TAIL-LAYER-RANGE",
-        "prefill",
-        _out_of_range,
-        "{ids_of}={ids}: the target has {num_layers} layers, numbered from 0",
-        f"set {LAYER_IDS} to target_layer_ids of the draft's config.json",
-    ),
-    Refusal(
-        "TAIL-LAST-LAYER",
-        "prefill",
-        _last_layer,
-        "{ids_of}={ids}: the last of the target's {num_layers} layers cannot be "
-        "captured, because {architecture} captures a layer's output at the next layer's "
-        "input",
-        "run DSPARK on prefill, or use a draft that does not read the last layer",
+        "TAIL-DECODE-LAYER-IDS",
+        "decode",
+        _other_layers_on_decode,
+        f"{LAYER_IDS}={{ids}} on decode, but its draft reads target layers "
+        "{draft_layer_ids}",
+        f"unset {LAYER_IDS} on decode, which reads the ids from its draft",
     ),
     Refusal(
         "TAIL-NO-LAYER-IDS",
@@ -498,19 +440,6 @@ _VARIABLES: tuple[Refusal, ...] = (
         f"set {LAYER_IDS} to target_layer_ids of the draft's config.json, or pass "
         "--speculative-draft-model-path without --speculative-algorithm (its config is "
         "read, its weights are not)",
-    ),
-    Refusal(
-        "TAIL-DECODE-LAYER-IDS",
-        "decode",
-        lambda f: (
-            expects_tail(f)
-            and None
-            not in (parse_layer_ids(f.get(LAYER_IDS)), f.get("draft_layer_ids"))
-            and parse_layer_ids(f[LAYER_IDS]) != f["draft_layer_ids"]
-        ),
-        f"{LAYER_IDS}={{{LAYER_IDS}}} on decode, but its draft reads target layers "
-        "{draft_layer_ids}",
-        f"unset {LAYER_IDS} on decode, which reads the ids from its draft",
     ),
     Refusal(
         "TAIL-PEER-TOKENS",
@@ -535,11 +464,7 @@ _LENGTH: tuple[Refusal, ...] = (
     Refusal(
         "TAIL-WINDOW-LIMIT",
         "both",
-        lambda f: (
-            _auto(f)
-            and f.get("window_need") is not None
-            and not 0 < f["window_need"] <= MAX_TAIL_TOKENS
-        ),
+        lambda f: _auto(f) and (f.get("window_need") or 0) > MAX_TAIL_TOKENS,
         f"{TAIL_TOKENS}={AUTO_TAIL}: the draft's window needs {{window_need}} tokens; the "
         f"limit is {MAX_TAIL_TOKENS}",
         "run DSPARK on prefill",
@@ -573,12 +498,7 @@ _LENGTH: tuple[Refusal, ...] = (
     Refusal(
         "DECODE-RADIX",
         "decode",
-        lambda f: (
-            expects_tail(f)
-            and f.get("disaggregation_decode_enable_radix_cache")
-            and partial_tail(f)
-            and not _needs_consent(f)
-        ),
+        lambda f: expects_tail(f) and f.get(_RADIX) and partial_tail(f),
         "decode expects a tail of {tail_tokens} tokens, less than its draft reads, and "
         "has --disaggregation-decode-enable-radix-cache: requests share draft KV, and "
         "with part of the context it would depend on which request came first",
@@ -589,9 +509,7 @@ _LENGTH: tuple[Refusal, ...] = (
         "DECODE-RADIX-COLD",
         "decode",
         lambda f: (
-            _drafts(f, "decode")
-            and f.get("disaggregation_decode_enable_radix_cache")
-            and is_on(f.get(ALLOW_COLD_DRAFT))
+            _drafts(f, "decode") and f.get(_RADIX) and is_on(f.get(ALLOW_COLD_DRAFT))
         ),
         f"decode has --disaggregation-decode-enable-radix-cache and {ALLOW_COLD_DRAFT}: "
         "requests share draft KV, and without context it would depend on which request "
@@ -604,10 +522,7 @@ _TRANSFER: tuple[Refusal, ...] = (
     Refusal(
         "TAIL-BACKEND",
         "both",
-        lambda f: (
-            _in_tail(f)
-            and f.get("disaggregation_transfer_backend") not in (None, *TAIL_BACKENDS)
-        ),
+        lambda f: _in_tail(f) and f.get(_BACKEND) not in (None, *TAIL_BACKENDS),
         "{role} takes part in a tail handoff and has --disaggregation-transfer-backend "
         "{disaggregation_transfer_backend}, which cannot send a tail",
         f"use {' or '.join(TAIL_BACKENDS[:2])} on both engines",
@@ -615,7 +530,7 @@ _TRANSFER: tuple[Refusal, ...] = (
     Refusal(
         "TAIL-DEVICE-METADATA",
         "both",
-        _metadata_on_device,
+        lambda f: _in_tail(f) and f.get(MOONCAKE_POOL) == "INTRA_NODE_NVLINK",
         f"{MOONCAKE_POOL}=INTRA_NODE_NVLINK keeps metadata in device memory; a tail needs "
         "host memory",
         f"unset {MOONCAKE_POOL} on both engines",
@@ -641,13 +556,14 @@ _TRANSFER: tuple[Refusal, ...] = (
 _PREFILL: tuple[Refusal, ...] = (
     _on_prefill(
         "TAIL-AUX-STATES",
-        ("enable_return_aux_hidden_states",),
         "it captures other layers in the same forward",
+        "enable_return_aux_hidden_states",
     ),
     _on_prefill(
         "TAIL-HIDDEN-STATES",
-        ("enable_return_hidden_states", "return_hidden_states_mode"),
         "clients would get the captured hidden states",
+        "enable_return_hidden_states",
+        "return_hidden_states_mode",
     ),
     Refusal(
         "TAIL-CP",
@@ -659,33 +575,32 @@ _PREFILL: tuple[Refusal, ...] = (
     ),
     _on_prefill(
         "TAIL-LAYERNORM-SP",
-        ("enable_layernorm_sp",),
         "captured hidden states stay split over ranks",
+        "enable_layernorm_sp",
     ),
     _on_prefill(
         "TAIL-KV-SHARDING",
-        ("enable_kv_cache_sharding",),
         "it is not supported with a draft on decode",
+        "enable_kv_cache_sharding",
     ),
     _on_prefill(
-        "TAIL-TBO",
-        ("enable_two_batch_overlap",),
-        "it runs two captures in one forward",
+        "TAIL-TBO", "it runs two captures in one forward", "enable_two_batch_overlap"
     ),
     _on_prefill(
         "TAIL-SESSION",
-        ("enable_streaming_session",),
         "a session continues behind cached tokens, which produce no hidden states",
+        "enable_streaming_session",
     ),
     _on_prefill(
         "TAIL-PDMUX",
-        ("enable_pdmux",),
         "it splits a prefill by layers and skips the capture",
+        "enable_pdmux",
     ),
     _on_prefill(
         "TAIL-SWA-REPLAY",
-        ("enable_decoder_swa_bounded_replay", "enable_encoder_swa_bounded_replay"),
         "late layers run for part of the tokens only",
+        "enable_decoder_swa_bounded_replay",
+        "enable_encoder_swa_bounded_replay",
     ),
     Refusal(
         "TAIL-DSV41",
@@ -725,28 +640,21 @@ _DECODE: tuple[Refusal, ...] = (
         "split over ranks",
         "run decode without decode context parallelism, or run DSPARK on prefill",
     ),
-    _on_decode(
-        "TAIL-HISPARSE",
-        "enable_hisparse",
-        "it builds its own draft input",
-    ),
+    _on_decode("TAIL-HISPARSE", "it builds its own draft input", "enable_hisparse"),
     _on_decode(
         "TAIL-UNIFIED-MEMORY",
-        "enable_unified_memory",
         "it addresses draft KV by physical ids",
+        "enable_unified_memory",
     ),
     _on_decode(
         "TAIL-HICACHE",
-        "enable_hierarchical_cache",
         "a prefix restored from host memory has no draft KV",
+        "enable_hierarchical_cache",
     ),
     Refusal(
         "TAIL-HOST-RECEIVE",
         "decode",
-        lambda f: (
-            expects_tail(f)
-            and float(f.get("disaggregation_decode_host_receive_threshold", 1)) < 1
-        ),
+        lambda f: expects_tail(f) and float(f.get(_HOST_RECEIVE, 1)) < 1,
         "decode expects a tail and has --disaggregation-decode-host-receive-threshold "
         "{disaggregation_decode_host_receive_threshold}: requests are staged in host "
         "memory",
@@ -774,13 +682,14 @@ class _Shown(dict[str, Any]):
 
 
 def _derived(facts: Facts) -> dict[str, Any]:
-    ids = layer_ids(facts)
-    named = parse_layer_ids(facts.get(LAYER_IDS)) is not None
+    named = facts.get(LAYER_IDS)
+    ids = ",".join(str(i) for i in layer_ids(facts) or ())
     return {
         "malformed_switches": " and ".join(_malformed_switches(facts)),
         "idle_variables": " and ".join(_idle_variables(facts)),
-        "ids": ",".join(str(i) for i in ids or ()),
+        "ids": named or ids,
         "ids_of": LAYER_IDS if named else "target_layer_ids of the draft's config",
+        "layer_ids_problem": _layer_ids_problem(facts),
         "given_tail": _given_tail(facts),
         "tail_tokens": tail_tokens(facts),
         "slot_bytes": _slot_bytes(facts),
