@@ -93,6 +93,7 @@ _DROP_TESTS: Final[dict[str, _Test]] = {
     "symbol": _matches(_SYMBOL),
     "match": _text,
     "never": _text,
+    "review": _text,
 }
 
 

@@ -26,7 +26,8 @@ MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT)
 VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL)  # fmt: skip
-# Server arguments that a rule reads. The backend of prefill graphs is read apart.
+# Server arguments that a rule reads, and those that say the backend of prefill graphs.
+GRAPH_ARGUMENTS = ("cuda_graph_config", "cuda_graph_backend_prefill")
 ARGUMENTS = (
     "speculative_algorithm", "speculative_draft_model_path", "pp_size", "attn_cp_size",
     "dcp_size", "disaggregation_transfer_backend",
@@ -166,6 +167,21 @@ def captures(facts: Facts) -> bool:
 def expects_tail(facts: Facts) -> bool:
     """Whether this is a DSPARK decode engine that was told to expect a tail."""
     return _drafts(facts, "decode") and TAIL_TOKENS in facts
+
+
+def captures_on_stages(facts: Facts) -> bool:
+    """Whether a prefill engine captures on pipeline stages, for a tail or a draft."""
+    drafting = captures(facts) or _drafts(facts, "prefill")
+    return drafting and int(facts.get("pp_size") or 1) > 1
+
+
+def has_plain_slots(facts: Facts) -> bool:
+    """Whether token slots of a DSPARK decode are entries of its draft pool.
+
+    Under arguments that are refused on a decode with a tail they may not be.
+    """
+    asked = {**facts, TAIL_TOKENS: str(AUTO_TAIL)}
+    return not any(rule.applies(asked) for rule in (*_TRANSFER, *_DECODE))
 
 
 def is_on(value: str | None) -> bool:
@@ -326,20 +342,15 @@ def _other_layers_on_decode(facts: Facts) -> bool:
     return expects_tail(facts) and None not in (named, read) and named != read
 
 
-def _staged(facts: Facts) -> bool:
-    drafting = captures(facts) or _drafts(facts, "prefill")
-    return drafting and int(facts.get("pp_size") or 1) > 1
-
-
 def _staged_graphs(facts: Facts) -> bool:
     graphs = facts.get("prefill_graph_backend") not in (None, "disabled")
     own = not captures(facts) and facts.get("architecture") in SELF_STAGED_TARGETS
-    return _staged(facts) and graphs and not own
+    return captures_on_stages(facts) and graphs and not own
 
 
 def _unknown_stages(facts: Facts) -> bool:
     known = (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
-    return _staged(facts) and facts.get("architecture") not in known
+    return captures_on_stages(facts) and facts.get("architecture") not in known
 
 
 def _aux_over_tcp(facts: Facts) -> bool:
