@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import struct
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -18,7 +17,7 @@ from unittest import mock
 
 import zmq
 
-from sglang.srt.disaggregation.common import conn, control_thread_health
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.peer_agreement import FRAME_MAGIC
 from sglang.srt.disaggregation.nixl.conn import (
     GUARD,
@@ -27,10 +26,6 @@ from sglang.srt.disaggregation.nixl.conn import (
     NixlKVSender,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-
-# Flags of dead threads go where no engine of this machine looks, and go with the tests.
-_flags = tempfile.TemporaryDirectory(prefix="flags-")
-control_thread_health.flag_folder = lambda: _flags.name
 
 NATIVE = {
     "version": 1,
