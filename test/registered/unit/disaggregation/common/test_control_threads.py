@@ -209,7 +209,7 @@ class TestLoops(ThreadCase):
         bad[5] = b"abc"  # not a whole number of indices
         guard = 0 if manager.kv_status_msg_tag else 1  # Mooncake has no first frame
         self.wire.send(*bad[guard:])
-        self.wire.send(b"ABORT", b"2")
+        self.wire.send(b"ABORT", b"2", b"127.0.0.1", str(self.wire.port).encode())
         self.assertTrue(self.fails(1, "[PD-METADATA]"))
         self.assertTrue(self.fails(2))
 
@@ -282,11 +282,14 @@ class TestHeartbeat(CustomTestCase):
             record(room, reason)
 
         manager.record_failure = break_on_room_1
+        ended.clear()
         manager._start_heartbeat_checker_thread()
         failed = wait_for(lambda: manager.request_status[2] == KVPoll.Failed)
         manager._heartbeat_shutdown.set()
         self.assertTrue(failed, "the second prefill was never missed")
         self.assertEqual(manager.prefill_info_table, {})
+        time.sleep(0.1)
+        self.assertEqual(ended, [], "a teardown ends no engine")
 
 
 # -- what ends an engine, in real processes ---------------------------------------------
@@ -394,10 +397,12 @@ class TestDeath(CustomTestCase):
     def test_the_reason_is_in_the_log(self):
         with (
             mock.patch.object(control_threads.os, "kill") as kill,
+            mock.patch.object(control_threads.os, "_exit") as leave,
             self.assertLogs(control_threads.logger, "CRITICAL") as logs,
         ):
             real_end_engine("Control thread 'x' is dead: it broke")
         kill.assert_called_once_with(os.getppid(), signal.SIGQUIT)
+        leave.assert_called_once_with(1)
         self.assertIn("'x' is dead: it broke", logs.output[0])
 
 
