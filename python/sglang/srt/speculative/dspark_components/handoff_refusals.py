@@ -353,11 +353,14 @@ def _unknown_stages(facts: Facts) -> bool:
     return captures_on_stages(facts) and facts.get("architecture") not in known
 
 
-def _aux_over_tcp(facts: Facts) -> bool:
+def _metadata_elsewhere(facts: Facts) -> bool:
+    """Whether a tail could not be in host memory, or would be sent in whole slots."""
     pool = facts.get(MOONCAKE_POOL) or ""
-    tcp = is_on(facts.get(MOONCAKE_AUX_TCP)) or pool == "NVLINK"
-    tcp = tcp or pool.lower() == "true"  # Mooncake takes it for NVLINK.
-    return _in_tail(facts) and tcp and facts.get(_BACKEND) == "mooncake"
+    # Mooncake takes "true" for NVLINK.
+    over_tcp = pool == "NVLINK" or pool.lower() == "true"
+    over_tcp = over_tcp or is_on(facts.get(MOONCAKE_AUX_TCP))
+    over_tcp = over_tcp and facts.get(_BACKEND) == "mooncake"
+    return _in_tail(facts) and (over_tcp or pool == "INTRA_NODE_NVLINK")
 
 
 def _on_prefill(code: str, why: str, *names: str) -> Refusal:
@@ -539,19 +542,12 @@ _TRANSFER: tuple[Refusal, ...] = (
         f"use {' or '.join(TAIL_BACKENDS[:2])} on both engines",
     ),
     Refusal(
-        "TAIL-DEVICE-METADATA",
-        "both",
-        lambda f: _in_tail(f) and f.get(MOONCAKE_POOL) == "INTRA_NODE_NVLINK",
-        f"{MOONCAKE_POOL}=INTRA_NODE_NVLINK keeps metadata in device memory; a tail needs "
-        "host memory",
-        f"unset {MOONCAKE_POOL} on both engines",
-    ),
-    Refusal(
         "TAIL-AUX-TCP",
         "both",
-        _aux_over_tcp,
-        f"{MOONCAKE_AUX_TCP} or {MOONCAKE_POOL} makes Mooncake send metadata over TCP, "
-        "whole slots at a time, which a tail does not support",
+        _metadata_elsewhere,
+        f"{MOONCAKE_POOL}={{{MOONCAKE_POOL}}} and {MOONCAKE_AUX_TCP}="
+        f"{{{MOONCAKE_AUX_TCP}}}: metadata is kept in device memory or sent over TCP, "
+        "whole slots at a time; a tail needs host memory and RDMA",
         f"unset {MOONCAKE_AUX_TCP} and {MOONCAKE_POOL} on both engines",
     ),
     Refusal(

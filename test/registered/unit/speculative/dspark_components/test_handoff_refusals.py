@@ -146,7 +146,7 @@ REFUSED = [
     ("TAIL-BACKEND", "decode", {BACKEND: "ascend"}, {}, {}),
     *(
         (
-            "TAIL-DEVICE-METADATA",
+            "TAIL-AUX-TCP",
             engine,
             {},
             {rules.MOONCAKE_POOL: "INTRA_NODE_NVLINK"},
