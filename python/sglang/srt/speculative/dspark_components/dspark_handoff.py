@@ -387,6 +387,14 @@ def _describe_native(cfg: ServerArgs, model_config: ModelConfig) -> dict:
     return {**_describe(native), "mode": "native", "row_bytes": 0}
 
 
+def describe_role(
+    role: str, server_args: ServerArgs, model_config: ModelConfig
+) -> dict | None:
+    """This component's part of an engine's description, for the agreement."""
+    describe = describe_decode if role == "decode" else describe_prefill
+    return describe(server_args, model_config)
+
+
 def _describe(spec: TailSpec) -> dict:
     return {
         "mode": "tail",

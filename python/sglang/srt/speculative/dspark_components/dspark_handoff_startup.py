@@ -114,8 +114,11 @@ def with_tail(
             than the target was told to capture.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.disaggregation.agreement.engine_facts import describers
     from sglang.srt.speculative.dspark_components import dspark_handoff_tail
 
+    if dspark_handoff.describe_role not in describers:
+        describers.append(dspark_handoff.describe_role)
     cfg = resolved_view(scheduler.server_args)
     if cfg.disaggregation_mode == "prefill":
         dspark_handoff_tail.read_registrations()
