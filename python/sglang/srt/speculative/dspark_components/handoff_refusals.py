@@ -394,8 +394,8 @@ _VARIABLES: tuple[Refusal, ...] = (
         "TAIL-SWITCH",
         "both",
         _malformed_switches,
-        "{malformed_switches}: expected 1 or 0",
-        "set 1 or 0, or unset it",
+        "a switch of the handoff is neither 1 nor 0: {malformed_switches}",
+        "set it to 1 or 0, or unset it",
     ),
     Refusal(
         "TAIL-CAPTURE-ROLE",
@@ -418,8 +418,8 @@ _VARIABLES: tuple[Refusal, ...] = (
         "TAIL-IDLE",
         "both",
         _idle_variables,
-        f"{{idle_variables}} set without {CAPTURE}: this engine would capture no hidden "
-        "states",
+        f"a variable of the tail has no effect here, {{idle_variables}} set without "
+        f"{CAPTURE}: this engine would capture no hidden states",
         f"set {CAPTURE}=1 if it is the prefill that hands over hidden states, or unset "
         "{idle_variables}",
     ),
@@ -427,15 +427,15 @@ _VARIABLES: tuple[Refusal, ...] = (
         "TAIL-TOKENS",
         "both",
         lambda f: _in_tail(f) and _given_tail(f) is None,
-        f"{TAIL_TOKENS}={{{TAIL_TOKENS}!r}}: expected a number of tokens from 1 to "
-        f"{MAX_TAIL_TOKENS}, or {AUTO_TAIL} for as many as the draft's window needs",
+        f"{TAIL_TOKENS}: expected a number of tokens from 1 to {MAX_TAIL_TOKENS}, or "
+        f"{AUTO_TAIL} for as many as the draft's window needs; found {{{TAIL_TOKENS}!r}}",
         f"set {TAIL_TOKENS} to the same value on prefill and decode",
     ),
     Refusal(
         "TAIL-LAYER-IDS",
         "both",
         _layer_ids_problem,
-        "{ids_of}={ids}: {layer_ids_problem}",
+        "target layers that cannot be captured, {ids_of}={ids}: {layer_ids_problem}",
         f"set {LAYER_IDS} to target_layer_ids of the draft's config.json",
     ),
     Refusal(
@@ -459,7 +459,7 @@ _VARIABLES: tuple[Refusal, ...] = (
         "TAIL-PEER-TOKENS",
         "prefill",
         _peer_tokens_missing,
-        f"{PEER_DRAFT_TOKENS}={{peer_tokens}}: a DeepSeek-V4 prefill without a draft must "
+        f"{PEER_DRAFT_TOKENS} is {{peer_tokens}}: a DeepSeek-V4 prefill without a draft must "
         "know how many tokens its decode verifies at once (block size + 1), to allocate "
         "compressor rings of the same size",
         f"set {PEER_DRAFT_TOKENS} to --speculative-num-draft-tokens of the decode",
@@ -545,9 +545,9 @@ _TRANSFER: tuple[Refusal, ...] = (
         "TAIL-AUX-TCP",
         "both",
         _metadata_elsewhere,
-        f"{MOONCAKE_POOL}={{{MOONCAKE_POOL}}} and {MOONCAKE_AUX_TCP}="
-        f"{{{MOONCAKE_AUX_TCP}}}: metadata is kept in device memory or sent over TCP, "
-        "whole slots at a time; a tail needs host memory and RDMA",
+        "metadata is kept in device memory or sent over TCP, whole slots at a time, and "
+        f"a tail needs host memory and RDMA; found {MOONCAKE_POOL} {{{MOONCAKE_POOL}}}, "
+        f"{MOONCAKE_AUX_TCP} {{{MOONCAKE_AUX_TCP}}}",
         f"unset {MOONCAKE_AUX_TCP} and {MOONCAKE_POOL} on both engines",
     ),
     Refusal(
