@@ -18,6 +18,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from dspark_pd.bed import zygote
 
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 10.0
@@ -132,7 +135,7 @@ class Process:
         self.env = dict(env)
         self.log = log
         self._owner = 0
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | zygote.Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -147,17 +150,22 @@ class Process:
         with self.log.open("ab") as out, _interrupts_deferred():
             out.write(f"$ {' '.join(self.argv)}\n".encode())
             out.flush()
-            self._child = subprocess.Popen(
-                self.argv,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            self._child = zygote.start(self.argv, self.env, self.log) or self._spawn(
+                out
             )
             self._owner = os.getpid()
             _running.add(self)
             _reaper.tell("+", self.pid)
+
+    def _spawn(self, out: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.argv,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def poll(self) -> int | None:
         """Exit status of the child, None while it runs."""

@@ -89,7 +89,6 @@ class EngineSpec:
         """Environment of the engine; `stats_dir` is where NIXL byte counters go."""
         return {
             **base_environment(),
-            "SGLANG_PLATFORM": "cpu_reference",
             "SGLANG_CPU_REFERENCE_STATS_DIR": str(stats_dir),
             **self.env,
         }
@@ -153,14 +152,17 @@ def base_environment() -> dict[str, str]:
     """The caller's environment, made local, offline and single-threaded.
 
     Settings of the patch set that a user may have exported are dropped: an engine of
-    the bed gets those from its own specification only.
+    the bed gets those from its own specification only. So is the name of the test that
+    runs: libraries look for it while they are imported.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_DSPARK_PD_")}
+    dropped = ("SGLANG_DSPARK_PD_", "PYTEST_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     env.update(
         OMP_NUM_THREADS="1",
         MKL_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONUNBUFFERED="1",
+        SGLANG_PLATFORM="cpu_reference",
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         SGLANG_HOST_IP=LOOPBACK,
