@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dspark_pd.bed import diagnosis, web
 from dspark_pd.bed.counters import bytes_posted
 from dspark_pd.bed.errors import BedError
-from dspark_pd.bed.ports import LOOPBACK, claim_port, free_port
+from dspark_pd.bed.ports import LOOPBACK, Endpoint, claim_port, free_port
 from dspark_pd.bed.process import Process, stop_all
 from dspark_pd.bed.specs import EngineSpec, RouterSpec, base_environment
 
@@ -70,6 +70,11 @@ class Engine(Server):
             spec.environment(self.stats_dir),
             folder / f"{spec.name}.log",
         )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What a router has to know of it."""
+        return Endpoint(self.url, self.bootstrap_port)
 
     def bytes_posted(self) -> int:
         """Bytes its ranks have handed to NIXL since it started."""

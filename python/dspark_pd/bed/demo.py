@@ -185,8 +185,8 @@ def _run_wave(
         [
             RouterSpec(
                 f"router-{mode.key}",
-                [engines[mode.engines[0]]],
-                [engines[mode.engines[1]]],
+                [engines[mode.engines[0]].endpoint],
+                [engines[mode.engines[1]].endpoint],
                 port=None if first_port is None else first_port + i,
             )
             for i, mode in enumerate(pairs)

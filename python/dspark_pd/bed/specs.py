@@ -7,12 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from dspark_pd.bed.ports import LOOPBACK
-
-if TYPE_CHECKING:
-    from dspark_pd.bed.bed import Engine
+from dspark_pd.bed.ports import LOOPBACK, Endpoint
 
 Role = Literal["unified", "prefill", "decode"]
 Flag = str | int | float | bool | None | Sequence[str]
@@ -96,11 +93,11 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """One router over started engines (`dspark_pd.bed.bed.Engine`)."""
+    """One router over started engines, which it is told by their addresses."""
 
     name: str
-    prefills: Sequence[Engine] = ()
-    decodes: Sequence[Engine] = ()
+    prefills: Sequence[Endpoint] = ()
+    decodes: Sequence[Endpoint] = ()
     port: int | None = None
     args: Mapping[str, Flag] = field(default_factory=dict)
 

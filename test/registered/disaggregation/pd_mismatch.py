@@ -87,7 +87,9 @@ def consult_doctor(prefill: Engine, decode: Engine) -> Diagnosis:
 
 def route(bed: Bed, prefill: Engine, decode: Engine) -> Router:
     """A fresh router before a pair; routers stop using an engine after failures."""
-    spec = RouterSpec(f"r-{prefill.name}-{decode.name}", [prefill], [decode])
+    spec = RouterSpec(
+        f"r-{prefill.name}-{decode.name}", [prefill.endpoint], [decode.endpoint]
+    )
     return bed.start_router(spec)
 
 

@@ -58,7 +58,9 @@ def native_specs(name: str, **options: object) -> list[EngineSpec]:
 
 def route(bed: Bed, prefill: Engine, decode: Engine) -> Pair:
     """Put a router before two engines."""
-    spec = RouterSpec(f"router-{prefill.name}-{decode.name}", [prefill], [decode])
+    spec = RouterSpec(
+        f"router-{prefill.name}-{decode.name}", [prefill.endpoint], [decode.endpoint]
+    )
     return Pair(prefill, decode, bed.start_router(spec))
 
 

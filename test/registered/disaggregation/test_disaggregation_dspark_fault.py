@@ -97,7 +97,7 @@ def running(bed: Bed, tmp_path_factory) -> Iterator[Running]:
         [fault_spec(role, orders) for role in ("prefill", "decode")]
     )
     router = bed.start_router(
-        RouterSpec("fault-r", [prefill], [decode], args=FORGIVING)
+        RouterSpec("fault-r", [prefill.endpoint], [decode.endpoint], args=FORGIVING)
     )
     running = Running(bed, prefill, decode, router, random.Random(20261129), orders)
     assert wait_until(running.serves, BACK_LIMIT_S) is not None
@@ -172,7 +172,12 @@ def test_fault_router_killed(running: Running) -> None:
     OBSERVED["router killed"] = (max(a.seconds for a in answers), "connection lost")
     running.bed.stop(old)
     running.router = running.bed.start_router(
-        RouterSpec("fault-r2", [running.prefill], [running.decode], args=FORGIVING)
+        RouterSpec(
+            "fault-r2",
+            [running.prefill.endpoint],
+            [running.decode.endpoint],
+            args=FORGIVING,
+        )
     )
     check_recovered(running)
 

@@ -325,7 +325,11 @@ class TestTailFleet:
     def test_tail_through_the_router(
         self, bed: Bed, fleet: Fleet, references: References
     ) -> None:
-        spec = RouterSpec("tail-router", [fleet.pp1, fleet.pp2], [fleet.decode])
+        spec = RouterSpec(
+            "tail-router",
+            [fleet.pp1.endpoint, fleet.pp2.endpoint],
+            [fleet.decode.endpoint],
+        )
         router = bed.start_router(spec)
         try:
             replies = send(Client.router(router), "sliding")
