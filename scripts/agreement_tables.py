@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from dspark_pd.doctor_agreement import load
-from dspark_pd.doctor_checks import CHECKS
-from dspark_pd.doctor_remarks import REMARKS
+from dspark_pd.doctor.agreement import load
+from dspark_pd.doctor.checks import CHECKS
+from dspark_pd.doctor.remarks import REMARKS
+from dspark_pd.doctor.tail import load_refusals
 
 Table = Callable[[tuple[str, ...], list[tuple[object, ...]]], str]
 Prose = Callable[[str], str]
@@ -18,7 +19,7 @@ _ROW_HEADER = ("code", "what happens", "compares", "says", "leads to", "fix")
 
 def agreement_rows(table: Table, prose: Prose) -> str:
     """One table per group of rows, in the order in which they decide."""
-    rules = load("peer_agreement_rules")
+    rules = load("rules")
     parts = []
     for title, rows in (
         ("Engines and target KV", rules.ENGINE_RULES),
@@ -43,7 +44,7 @@ def _row(rule: Any, prose: Prose) -> tuple[object, ...]:
 
 def runtime_codes(table: Table, prose: Prose) -> str:
     """Codes of errors that are not rows."""
-    codes = load("peer_agreement_codes").RUNTIME_CODES
+    codes = load("codes").RUNTIME_CODES
     rows: list[tuple[object, ...]] = [
         (f"`{c.code}`", c.where, prose(c.meaning), prose(c.fix)) for c in codes
     ]
@@ -51,19 +52,32 @@ def runtime_codes(table: Table, prose: Prose) -> str:
 
 
 def doctor_rows(table: Table, prose: Prose) -> str:
-    """What the doctor says besides the engines' own rows, reading included."""
-    words = {"refuse": "will not work", "warn": "look at this", "note": "good to know"}
+    """What the doctor says besides the engines' own rules, reading included."""
     rows: list[tuple[object, ...]] = [
         (
             f"`{row.code}`",
-            words[row.severity],
+            row.severity,
             *(prose(_named(text)) for text in (row.message, row.consequence, row.fix)),
         )
         for row in (*REMARKS.values(), *CHECKS)
     ]
-    return table(("code", "finding", "says", "leads to", "fix"), rows)
+    parts = [table(("code", "finding", "says", "leads to", "fix"), rows)]
+    refused: list[tuple[object, ...]] = [
+        (
+            f"`DOC-{refusal.code}`",
+            refusal.role,
+            *(prose(_named(text)) for text in (refusal.says, refusal.fix)),
+        )
+        for refusal in getattr(load_refusals(), "REFUSALS", ())
+    ]
+    if refused:
+        parts.append(
+            "What engines of a tail refuse to start with, asked of described ones:"
+        )
+        parts.append(table(("code", "engine", "says", "fix"), refused))
+    return "\n\n".join(parts)
 
 
 def _named(text: str) -> str:
     """Show the fields of a sentence as words."""
-    return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text)
+    return re.sub(r"\{(\w+)(![rs])?\}", lambda field: field[1].upper(), text)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test" / "dspark_pd")]
 
 import release_wheels  # noqa: E402
-from dspark_pd.patch_set import load_patch_set  # noqa: E402
+from dspark_pd.patchset.patch_set import load_patch_set  # noqa: E402
 
 START_BUDGET_S = 0.3
 APPLY_BUDGET_S = 1.0

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Take in a new SGLang release, one step per call of this script.
 #
-#   scripts/bump_release.sh 0.5.24 try       what fits the new release as it is
+#   scripts/bump_release.sh 0.5.24 try       what fits the new release as it is, and which
+#                                            upstream reviews to read
 #   scripts/bump_release.sh 0.5.24 add       add it to the known releases, widen the ranges
 #   scripts/bump_release.sh 0.5.24 goldens   write and show its golden files
 #   scripts/bump_release.sh 0.5.24 drop      what no known release needs any more
@@ -33,8 +34,11 @@ try)
     target=$(mktemp -d)
     trap 'rm -rf "$target"' EXIT
     unpack "$target"
-    # The exit code says whether all fit; the rows say which do not.
-    "$python" -m dspark_pd status --target "$target" --component all -v
+    # The exit code says whether all fit; the table and the errors say which do not.
+    fits=0
+    "$python" -m dspark_pd status --target "$target" --component all -v || fits=$?
+    "$python" scripts/widen_releases.py --reviews
+    exit "$fits"
     ;;
 add)
     "$python" scripts/widen_releases.py "$release"

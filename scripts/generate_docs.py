@@ -23,18 +23,17 @@ sys.path.insert(0, str(ROOT / "python"))
 import agreement_tables  # noqa: E402
 import bench_tail  # noqa: E402
 
-from dspark_pd import exit_codes, output  # noqa: E402
 from dspark_pd.cli import build_parser  # noqa: E402
-from dspark_pd.error_catalogue import PARTS, catalogue  # noqa: E402
-from dspark_pd.export.message import purposes  # noqa: E402
-from dspark_pd.hunk import Hunk  # noqa: E402
-from dspark_pd.hunk_fields import COMPONENTS  # noqa: E402
-from dspark_pd.patch_set import load_patch_set  # noqa: E402
-from dspark_pd.result import Result  # noqa: E402
+from dspark_pd.messages import exit_codes, output  # noqa: E402
+from dspark_pd.messages.error_catalogue import PARTS, catalogue  # noqa: E402
+from dspark_pd.messages.result import Result  # noqa: E402
+from dspark_pd.patchset.fields import DECIDABLE  # noqa: E402
+from dspark_pd.patchset.hunk import Hunk  # noqa: E402
+from dspark_pd.patchset.patch_set import load_patch_set  # noqa: E402
 
 DOCS = ROOT / "docs_new" / "docs"
-OWN_PARSERS = ("demo", "doctor", "export")
-OWN_OPTIONS = ("export", "doctor")
+OWN_PARSERS = ("demo", "describe", "doctor", "explain", "export")
+OWN_OPTIONS = ("explain", "export", "describe", "doctor")
 BEGIN = "{{/* generated: {name} */}}"
 END = "{/* end of generated part */}"
 
@@ -91,7 +90,7 @@ def hunk_counts() -> str:
     patch_set = load_patch_set()
     oldest, newest = patch_set.releases[0], patch_set.releases[-1]
     rows = []
-    for component in COMPONENTS:
+    for component in patch_set.components:
         hunks = [v[0] for v in patch_set.identities.values()]
         hunks = [hunk for hunk in hunks if hunk.component == component]
         modules = [m for m in patch_set.modules if m.component == component]
@@ -110,20 +109,29 @@ def all_files() -> int:
 
 def hunk_register() -> str:
     patch_set = load_patch_set()
-    texts = purposes(patch_set)
-    parts = []
-    for component in COMPONENTS:
+    parts = [decidable_count()]
+    for component in patch_set.components:
         groups = [
             variants
             for variants in patch_set.identities.values()
             if variants[0].component == component
         ]
         if groups:
-            title = texts[component].title.removeprefix("[PD] ")
+            title = patch_set.components[component].title.removeprefix("[PD] ")
             parts.append(f"## {component}: {title[0].lower()}{title[1:]}")
             parts.append(drop_table(groups))
             parts += [describe(variants) for variants in groups]
     return "\n\n".join(parts)
+
+
+def decidable_count() -> str:
+    """Say how many drop conditions ``status`` and ``bump_release.sh`` decide."""
+    hunks = [variants[0] for variants in load_patch_set().identities.values()]
+    count = sum(hunk.drop_when[0] in DECIDABLE for hunk in hunks)
+    return (
+        f"A program decides {count} of {len(hunks)} drop conditions; the others name an "
+        "upstream review, which `scripts/bump_release.sh X.Y.Z try` prints."
+    )
 
 
 def drop_table(groups: list[tuple[Hunk, ...]]) -> str:

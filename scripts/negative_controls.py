@@ -36,11 +36,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from dspark_pd.hunk import Hunk  # noqa: E402
-from dspark_pd.hunk_fields import COMPONENTS  # noqa: E402
-from dspark_pd.patch_set import PatchSet, load_patch_set  # noqa: E402
-from dspark_pd.plan import Plan, make_plan  # noqa: E402
-from dspark_pd.target import Target, find_target  # noqa: E402
+from dspark_pd.patchset.hunk import Hunk  # noqa: E402
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set  # noqa: E402
+from dspark_pd.planning.plan import Plan, make_plan  # noqa: E402
+from dspark_pd.target.target import Target, find_target  # noqa: E402
 
 TEST_TIMEOUT_S = 240
 # Most of a test's time is imports that do not depend on the tree.
@@ -195,7 +194,7 @@ def plan_of(patch_set: PatchSet, stock: Path) -> Plan:
         file = stock / "sglang" / path
         return file.read_bytes() if file.is_file() else None
 
-    return make_plan(patch_set, target.release, COMPONENTS, original)
+    return make_plan(patch_set, target.release, patch_set.components, original)
 
 
 def write_source(path: Path, data: bytes) -> None:

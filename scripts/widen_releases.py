@@ -4,6 +4,7 @@
     scripts/widen_releases.py 0.5.24        know 0.5.24, and widen every range that ends
                                             right after the newest known release
     scripts/widen_releases.py --droppable   list hunks that no known release needs
+    scripts/widen_releases.py --reviews     list the upstream reviews that could drop hunks
 
 A hunk that does not fit the new release gets its range back by hand, and a variant.
 """
@@ -20,15 +21,18 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from dspark_pd.hunk import HUNK_SUFFIX  # noqa: E402
-from dspark_pd.patch_set import default_overlay, load_patch_set  # noqa: E402
+from dspark_pd.patchset.hunk import HUNK_SUFFIX  # noqa: E402
+from dspark_pd.patchset.patch_set import default_overlay, load_patch_set  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("release", nargs="?", type=Version)
     parser.add_argument("--droppable", action="store_true")
+    parser.add_argument("--reviews", action="store_true")
     options = parser.parse_args()
+    if options.reviews:
+        return print_reviews()
     if options.droppable:
         return print_droppable()
     if options.release is None:
@@ -74,6 +78,18 @@ def print_droppable() -> int:
         served = [r for r in patch_set.releases if any(v.serves(r) for v in variants)]
         if served[-1] < newest:
             print(f"{identity}: last needed on {served[-1]}, drop it with that release")
+    return 0
+
+
+def print_reviews() -> int:
+    """List what a person has to read, once each: drop conditions no program decides."""
+    hunks: dict[str, list[str]] = {}
+    for identity, variants in load_patch_set().identities.items():
+        kind, argument = variants[0].drop_when
+        if kind == "review":
+            hunks.setdefault(argument, []).append(identity)
+    for url, identities in hunks.items():
+        print(f"review {url}\n    could drop: {', '.join(identities)}")
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import dspark_pd
-from dspark_pd import exit_codes
+from dspark_pd.messages import exit_codes
 
 _VERBS: Final = {
     "status": "what each hunk is to the target: applied, needed, not needed, conflict",
@@ -25,11 +25,13 @@ _VERBS: Final = {
     "apply": "put the set on the target; twice is the same as once",
     "revert": "take it off again, byte for byte",
     "export": "write a branch or patch in SGLang's own form on a checkout",
+    "describe": "print what an engine would be started with, for the doctor",
     "doctor": "compare a prefill and a decode engine before traffic",
+    "explain": "what is known of a hunk or of a code",
     "demo": "run prefill, decode and router with tiny models on this machine",
 }
 _MODULES: Final = {"list": "listing"}
-_OWN_OPTIONS: Final = ("export", "doctor")
+_OWN_OPTIONS: Final = ("export", "describe", "doctor", "explain")
 _GO_ON: Final = "dspark-pd apply or revert"
 _PLANNING: Final = ("status", "diff", "apply", "revert")
 
@@ -41,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
     """The verb on the command line, if it is one."""
 
     def error(self, message: str) -> NoReturn:
-        from dspark_pd.errors import refuse
+        from dspark_pd.messages.errors import refuse
 
         # An unknown option is found by the parser of all verbs.
         asked = [self.asked] if self.asked and " " not in self.prog else []
@@ -124,11 +126,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
-    from dspark_pd.hunk_fields import COMPONENTS
-
-    text = f"a part of the set (repeatable; default: {default})"
-    names = [*COMPONENTS, "all"]
-    parser.add_argument("--component", action="append", choices=names, help=text)
+    text = f"a part of the set, or all (repeatable; default: {default})"
+    parser.add_argument("--component", action="append", metavar="NAME", help=text)
 
 
 def _release(text: str) -> str:
@@ -141,8 +140,6 @@ def _release(text: str) -> str:
 
 
 def _module_of(verb: str) -> Any:
-    if verb == "doctor":
-        return importlib.import_module("dspark_pd.doctor")
     return importlib.import_module(f"dspark_pd.verbs.{_MODULES.get(verb, verb)}")
 
 
@@ -150,8 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     verb = given[0] if given and given[0] in _VERBS else None
-    loud = bool({"-v", "--verbose"} & set(given))
-    in_json = "--json" in given and verb != "demo"
+    ours = _divided(given)[0]
+    loud = bool({"-v", "--verbose"} & set(ours))
+    in_json = "--json" in ours and verb != "demo"
     options = argparse.Namespace(
         verb=verb, json=in_json, quiet=False, verbose=loud, target=None
     )
@@ -169,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The last resort: no traceback, and no exit code that means something else.
         return _finish(options, _fault(error, loud))
     except KeyboardInterrupt:
-        from dspark_pd.errors import on_target
+        from dspark_pd.messages.errors import on_target
 
         text = on_target(f"{_GO_ON} goes on from here", options.target)
         print(f"interrupted; {text}", file=sys.stderr)
@@ -178,10 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
     """Run a verb; return its options, as far as they could be parsed, and its result."""
-    from dspark_pd.errors import Refused, from_os_error
+    from dspark_pd.messages.errors import Refused, from_os_error
 
     try:
-        build_parser(given[0] if given else None).parse_args(given, options)
+        ours, engines = _divided(given)
+        build_parser(given[0] if given else None).parse_args(ours, options)
+        if engines is not None:
+            options.argv = engines
         return options, _module_of(options.verb).run(options)
     except Refused as refused:
         return options, _refusal(refused.problems)
@@ -189,8 +190,16 @@ def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
         return options, _refusal([from_os_error(error)])
 
 
+def _divided(given: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return our words and, for ``describe``, the engine's words behind ``--``."""
+    if given[:1] != ["describe"] or "--" not in given:
+        return given, None
+    at = given.index("--")
+    return given[:at], given[at + 1 :]
+
+
 def _fault(error: Exception, loud: bool) -> Any:
-    from dspark_pd.errors import from_fault
+    from dspark_pd.messages.errors import from_fault
 
     if loud:
         traceback.print_exception(error)
@@ -198,7 +207,7 @@ def _fault(error: Exception, loud: bool) -> Any:
 
 
 def _refusal(problems: list[Any]) -> Any:
-    from dspark_pd.result import Result
+    from dspark_pd.messages.result import Result
 
     return Result(exit_code=problems[0].exit_code, problems=problems)
 
@@ -210,7 +219,7 @@ def _finish(options: argparse.Namespace, result: Any) -> int:
 
 
 def _print(options: argparse.Namespace, result: Any) -> None:
-    from dspark_pd import output
+    from dspark_pd.messages import output
 
     try:
         if options.json:

@@ -38,7 +38,8 @@ def run(overlay: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def _run(verb: str, *arguments: object, text: bool = False) -> Outcome:
         capsys.readouterr()
         mode = [] if text else ["--json"]
-        given = [verb, *map(str, arguments), "--overlay", str(overlay), *mode]
+        # In front: what follows ``--`` is an engine's.
+        given = [verb, "--overlay", str(overlay), *mode, *map(str, arguments)]
         code = main(given)
         captured = capsys.readouterr()
         return Outcome(code, captured.out, captured.err)

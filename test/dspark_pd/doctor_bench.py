@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dspark_pd.doctor import diagnose
-from dspark_pd.doctor_agreement import Finding
-from dspark_pd.doctor_inputs import Engine, read_engine
+from dspark_pd.doctor.engine import Engine, Finding
+from dspark_pd.doctor.sources import read_engine
+from dspark_pd.verbs.doctor import diagnose
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -44,7 +44,7 @@ class Bench:
         return str(path)
 
     def engine(self, role: str, text: str) -> Engine:
-        return read_engine(role, self.file(f"{role}.sh", text), 1.0)
+        return read_engine(role, self.file(f"{role}.args", text), 1.0)
 
     def findings(self, prefill: str, decode: str) -> list[Finding]:
         return diagnose(self.engine("prefill", prefill), self.engine("decode", decode))

@@ -217,7 +217,7 @@ def overlay_files() -> dict[str, str]:
     check = hunk(
         id="start.check-settings",
         message="Check the settings before anything starts",
-        component="handshake",
+        component="agreement",
         releases=">=1.0.0,<1.2.0",
         drop_when='{symbol: "srt/start.py::check"}',
         calls="sglang.srt.agreement.rules.check_settings",
@@ -241,6 +241,7 @@ def overlay_files() -> dict[str, str]:
         "  if is_named(device):\n      return True\n  $ANCHOR",
     )
     return {
+        "components.yml": _COMPONENTS,
         "overlay.yml": _MODULES,
         "releases.yml": "".join(f'- "{release}"\n' for release in RELEASES),
         "srt/managers/relay.py.hunks.yml": f"{keep}---\n{keep_old}",
@@ -257,13 +258,33 @@ def overlay_files() -> dict[str, str]:
     }
 
 
+_COMPONENTS = """\
+native:
+  title: "[PD] Keep what nobody stored"
+  motivation: Made up for a test.
+robustness:
+  title: "[PD] Nothing"
+  motivation: Made up for a test.
+agreement:
+  title: "[PD] Check the settings"
+  motivation: Made up for a test.
+  needs: [native]
+handoff:
+  title: "[PD] Nothing either"
+  motivation: Made up for a test.
+  needs: [agreement]
+cpu:
+  title: Accept a device that was named
+  motivation: Made up for a test.
+  needs: [native]
+"""
 _MODULES = """\
 - path: srt/managers/relay_guard.py
   component: native
   releases: ">=1.0.0,<1.3.0"
   what: says whether anything was stored
 - path: srt/agreement/rules.py
-  component: handshake
+  component: agreement
   releases: ">=1.0.0,<1.3.0"
   what: what two engines must agree on
 """

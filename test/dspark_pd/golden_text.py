@@ -11,8 +11,8 @@ import ast
 import textwrap
 from pathlib import Path
 
-from dspark_pd.insertion import Edit, normalise
-from dspark_pd.plan import Plan, PlannedFile
+from dspark_pd.planning.insertion import Edit, normalise
+from dspark_pd.planning.plan import Plan, PlannedFile
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -87,19 +87,62 @@ def test_one_component_can_be_reverted(run: Run, site: Path) -> None:
     fake_sglang.install(site, "1.1.0")
     original = (site / "sglang/srt/start.py").read_bytes()
     run("apply", "--target", site)
-    outcome = run("revert", "--target", site, "--component", "handshake")
+    outcome = run("revert", "--target", site, "--component", "agreement")
     assert outcome.code == 0
     assert (site / "sglang/srt/start.py").read_bytes() == original
     assert not (site / "sglang/srt/agreement").exists()
     assert "nothing_stored" in (site / "sglang/srt/managers/relay.py").read_text()
 
 
-def test_a_component_brings_the_modules_it_imports(run: Run, site: Path) -> None:
+@pytest.mark.parametrize("verb", ["apply", "diff", "status"])
+def test_a_component_brings_what_it_needs(run: Run, site: Path, verb: str) -> None:
     fake_sglang.install(site, "1.1.0")
-    run("apply", "--target", site, "--component", "handshake")
-    assert (site / "sglang/srt/managers/relay_guard.py").is_file()
+    outcome = run(verb, "--target", site, "--component", "agreement")
+    assert outcome.data["components"] == ["native", "agreement"]
+    assert "agreement needs native, which come along" in outcome.document["notes"]
     relay = (site / "sglang/srt/managers/relay.py").read_text()
-    assert "nothing_stored" not in relay
+    assert ("nothing_stored" in relay) is (verb == "apply")
+
+
+def test_a_component_goes_with_the_one_it_needs(run: Run, site: Path) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site, "--component", "agreement", "--component", "cpu")
+    outcome = run("revert", "--target", site, "--component", "native")
+    assert outcome.data["components"] == []
+    assert outcome.document["notes"] == [
+        f"{name} needs what was named, and went with it"
+        for name in ("agreement", "cpu")
+    ]
+    assert snapshot(site) == before
+
+
+def test_a_component_that_is_none_is_refused(run: Run, site: Path) -> None:
+    for verb in ("apply", "revert", "diff", "status"):
+        outcome = run(verb, "--target", site, "--component", "handof")
+        assert outcome.codes == ["U002"], verb
+        assert "handoff" in outcome.document["errors"][0]["expected"]
+
+
+@pytest.mark.parametrize("verb", ["revert", "apply"])
+def test_a_record_with_a_components_former_name_is_understood(
+    run: Run, site: Path, verb: str
+) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    applied = snapshot(site)
+    record = site / "sglang/.dspark_pd/record.json"
+    text = record.read_text()
+    record.write_text(text.replace('"agreement"', '"handshake"'))
+    assert record.read_text() != text
+    outcome = run(verb, "--target", site, "--component", "handshake")
+    assert outcome.code == 0
+    assert snapshot(site / "sglang/srt/agreement") == (
+        {} if verb == "revert" else snapshot(site / "sglang/srt/agreement")
+    )
+    if verb == "apply":
+        assert snapshot(site) == applied
+    run("revert", "--target", site)
+    assert snapshot(site) == before
 
 
 def test_revert_of_nothing_is_fine(run: Run, site: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import exit_codes
 from dspark_pd.cli import build_parser, main
+from dspark_pd.messages import exit_codes
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -52,7 +52,6 @@ def test_exit_codes_are_those_of_the_help_and_the_docs() -> None:
     [
         [],
         ["no-such-verb"],
-        ["apply", "--component", "gpu"],
         ["apply", "-q", "-v"],
         ["apply", "--assume-version", "one"],
     ],

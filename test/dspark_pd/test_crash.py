@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import fake_sglang
-from dspark_pd import astgrep, fsops
-from dspark_pd.patch_set import load_patch_set
+from dspark_pd.patchset.patch_set import load_patch_set
+from dspark_pd.planning import astgrep
+from dspark_pd.target import fsops
 from dspark_pd.verbs import context
 from fake_sglang import snapshot
 from outcome import Run
@@ -48,7 +49,7 @@ _CALLS = (
 def remembered_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask ast-grep and read the set once: neither changes between the rounds."""
     real = cache(astgrep.scan)
-    monkeypatch.setattr(astgrep, "scan", lambda s, r, p: real(s, tuple(r), p))
+    monkeypatch.setattr(astgrep, "scan", lambda searches: real(tuple(searches)))
     monkeypatch.setattr(context, "load_patch_set", cache(load_patch_set))
 
 
@@ -133,11 +134,12 @@ def test_either_verb_repairs_a_kill_at_any_point(
 
     tried = 0
     for point in _points(run, site, verb, ready):
-        assert run("status", "--target", site).code in (0, 1), point
+        ask = point % 10 == 0
+        assert not ask or run("status", "--target", site).code in (0, 1), point
         outcome = run(repair, "--target", site, "--component", "all")
         assert outcome.code == 0, (point, outcome.codes)
         if repair == "apply":
-            assert run("status", "--target", site).code == 0, point
+            assert not ask or run("status", "--target", site).code == 0, point
             assert _without_state(snapshot(site)) == applied, point
             assert run("revert", "--target", site).code == 0
         assert snapshot(site) == original, point

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import io
 import json
 import os
 import subprocess
@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from doctor_bench import DRAFT, QWEN, Bench, command, dspark
-from dspark_pd.doctor import diagnose
-from dspark_pd.doctor_agreement import load
-from dspark_pd.doctor_checks import CHECKS, STAGED_CAPTURE
-from dspark_pd.doctor_files import parse_command
-from dspark_pd.doctor_inputs import read_engine
-from dspark_pd.doctor_tail_checks import TAIL_CHECKS
+from dspark_pd.doctor.agreement import load
+from dspark_pd.doctor.checks import CHECKS
+from dspark_pd.doctor.sources import read_engine
+from dspark_pd.verbs.doctor import diagnose
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -41,49 +39,152 @@ def bench(tmp_path: Path) -> Bench:
 # -- reading ----------------------------------------------------------------------------
 
 
-def test_a_command_as_typed() -> None:
-    text = """
-    # how we start it
-    export SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=32
-    HF_HUB_OFFLINE=1 python -m sglang.launch_server --model-path /m --tp 4 \\
-        --page-size=64 --disable-radix-cache
-      --speculative-draft-model-path '/with space' --list a b
-    """
-    command = parse_command(text)
-    assert command.args == {
-        "model_path": "/m",
-        "tp_size": 4,
-        "page_size": 64,
-        "disable_radix_cache": True,
-        "speculative_draft_model_path": "/with space",
-        "list": ["a", "b"],
-    }
-    assert command.environ == {
-        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "32",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
-def test_json_arguments_with_environment(bench: Bench) -> None:
+def test_described_arguments_with_environment(bench: Bench) -> None:
     document = {
-        "server_args": {"tp_size": 2, "speculative_algorithm": None},
+        "schema": 1,
+        "server_args": {"tp_size": "2", "speculative_algorithm": None},
         "environ": {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"},
         "version": "0.5.23",
     }
-    path = bench.file("args.json", json.dumps(document))
-    engine = read_engine("prefill", path, 1.0)
-    assert engine.description["mode"] == "tail"
-    assert (engine.description["tp"], engine.release) == (2, "0.5.23")
+    for shown in (document, {"command": "describe", "data": document}):
+        path = bench.file("args.json", json.dumps(shown))
+        engine = read_engine("prefill", path, 1.0)
+        assert engine.description["mode"] == "tail"
+        assert (engine.description["tp"], engine.release) == (2, "0.5.23")
 
 
-@pytest.mark.parametrize("text", ["", "no flags here", '--x "unbalanced', "{broken"])
+def test_a_saved_server_info_says_what_the_engine_said(bench: Bench) -> None:
+    told = {"version": 1, "mode": "native", "page_size": 64}
+    info = {"page_size": 1, "version": "0.5.23", "tp_size": 1}
+    states = [{"peer_description": told}]
+    path = bench.file("info.json", json.dumps({**info, "internal_states": states}))
+    engine = read_engine("decode", path, 1.0)
+    assert engine.description == told
+    assert (engine.environ, engine.release) == (None, "0.5.23")
+
+
+def test_stdin_serves_one_of_the_two(
+    bench: Bench, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bench.model("qwen", QWEN)
+    prefill = bench.file("p", command(model, "prefill"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(command(model, "decode")))
+    assert run("doctor", "--prefill", prefill, "--decode", "-").code == 0
+    assert run("doctor", "--prefill", "-", "--decode", "-").codes == ["U001"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no flags here", '--x "unbalanced', "{broken", "[]", "{}"]
+)
 def test_a_file_that_says_nothing_is_a_usage_error(
     bench: Bench, run: Run, text: str
 ) -> None:
     bad = bench.file("bad", text)
     outcome = run("doctor", "--prefill", bad, "--decode", bad, text=True)
     assert outcome.code == 2
-    assert "error[U004]" in outcome.err
+    assert outcome.err.count("error[U004]") == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "give"),
+    [
+        ("host:30000", "http://host:30000"),
+        ("tcp://host:30000", "http://host:30000"),
+        ("http://", "http://host:port"),
+        ("http://host:0", "http://host:port"),
+        ("no/such/file", "FILE"),
+    ],
+)
+def test_a_mistyped_source_is_answered_with_one_that_works(
+    run: Run, source: str, give: str
+) -> None:
+    outcome = run("doctor", "--prefill", source, "--decode", source)
+    assert outcome.codes == ["U004", "U004"]
+    following = outcome.document["errors"][0]["next"]
+    assert following.startswith(f"dspark-pd doctor --prefill {give};")
+
+
+def test_a_value_that_sglang_refuses_is_an_error_and_nothing_is_compared(
+    bench: Bench, run: Run
+) -> None:
+    model = bench.model("qwen", QWEN)
+    prefill = bench.file("p", command(model, "prefill", "--tp four"))
+    decode = bench.file("d", command(model, "decode", dspark(bench), "--tp 4"))
+    outcome = run("doctor", "--prefill", prefill, "--decode", decode)
+    [finding] = outcome.data["findings"]
+    assert (outcome.code, finding["code"]) == (1, "DOC-VALUE")
+    assert "--tp-size is 'four', not a whole number" in finding["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "meant"),
+    [
+        ("--page-sise 4", "", "--page-size"),
+        ("--tp_size 4", "", "--tp-size"),
+        ("", "SGLANG_DSPARK_PD_ENABLE_PREFIL_CAPTURE=1", "PREFILL_CAPTURE"),
+    ],
+)
+def test_a_misspelt_name_is_named(
+    bench: Bench, flags: str, env: str, meant: str
+) -> None:
+    model = bench.model("qwen", QWEN)
+    found = bench.findings(
+        command(model, "prefill", flags, "--mem-fraction-static 0.5", env=env),
+        command(model, "decode"),
+    )
+    [finding] = found
+    assert (finding.code, finding.severity) == ("DOC-ARGS", "warning")
+    assert f"{meant} may be meant" in finding.message
+
+
+# -- spellings that mean the same -------------------------------------------------------
+
+
+def test_an_algorithm_in_small_letters_is_the_same(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    small = dspark(bench).replace("DSPARK", "dspark")
+    codes = bench.codes(
+        command(model, "prefill", small), command(model, "decode", dspark(bench))
+    )
+    assert codes == ["PD-DRAFT-WEIGHTS-UNKNOWN"]
+
+
+def test_a_draft_in_the_targets_folder_is_the_one_given_by_its_path(
+    bench: Bench,
+) -> None:
+    model = bench.model("qwen", QWEN)
+    inside = bench.model("qwen/dspark", DRAFT)
+    found = bench.engine(
+        "prefill", command(model, "prefill", "--speculative-algorithm DSPARK")
+    )
+    path = f"--speculative-algorithm DSPARK --speculative-draft-model-path {inside}"
+    given = bench.engine("decode", command(model, "decode", path))
+    draft = found.description["draft"]
+    assert draft and draft == given.description["draft"]
+    codes = [finding.code for finding in diagnose(found, given)]
+    assert codes == ["PD-DRAFT-WEIGHTS-UNKNOWN"]
+
+
+def test_a_block_size_is_one_less_than_the_draft_tokens(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+
+    def codes(prefill: str, decode: str) -> list[str]:
+        return bench.codes(
+            command(model, "prefill", dspark(bench), prefill),
+            command(model, "decode", dspark(bench), decode),
+        )
+
+    block, tokens = "--speculative-dspark-block-size", "--speculative-num-draft-tokens"
+    assert "PD-BLOCK-SIZE" not in codes(f"{block} 4", f"{tokens} 5")
+    assert "PD-BLOCK-SIZE" in codes(f"{block} 4", f"{tokens} 6")
+    assert codes(f"{block} 4 {tokens} 4", "") == ["DOC-BLOCK-SIZE"]
+
+
+def test_attention_groups_are_counted_in_either_spelling(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    new = command(model, "prefill", "--tp 4 --attn-dp-size 2")
+    old = command(model, "decode", "--tp 4 --dp-size 2 --enable-dp-attention")
+    assert bench.codes(new, old) == []
 
 
 # -- the two deployments ----------------------------------------------------------------
@@ -128,7 +229,7 @@ def test_draftless_prefill_with_stages(bench: Bench) -> None:
 # -- pairs that would not work ----------------------------------------------------------
 
 
-def test_the_engines_rows_decide(bench: Bench) -> None:
+def test_the_engines_rules_decide(bench: Bench) -> None:
     model, other = bench.model("qwen", QWEN), {**DRAFT, "num_hidden_layers": 3}
     for prefill, decode, code in (
         ("", dspark(bench), "PD-COLD-DRAFT"),
@@ -224,7 +325,7 @@ def test_the_default_allocation_policy_need_not_be_spelt_out(bench: Bench) -> No
 CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
 TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
 # code -> (prefill flags, prefill env, decode flags, decode env); {draft} is a DSPARK
-OWN_ROWS = {
+OWN_CHECKS = {
     "DOC-ROLE": ("--disaggregation-mode decode", "", "", ""),
     "DOC-CHECKSUM": ("--disaggregation-enable-kv-checksum", "", "", ""),
     "DOC-CHECKSUM-TAIL": (
@@ -235,12 +336,8 @@ OWN_ROWS = {
     ),
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
-    "DOC-CAPTURE-PLACE": ("{draft}", CAPTURE, "{draft}", ""),
-    "DOC-TAIL-IDLE": ("", TAIL, "", ""),
-    "DOC-LAYER-IDS": ("", f"{CAPTURE} {TAIL}", "{draft}", TAIL),
     "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --enable-dp-attention", ""),
-    "DOC-CP-CAPTURE": ("--attn-cp-size 2 --tp 2", CAPTURE, "{draft} --tp 2", TAIL),
-    "DOC-DECODE-HICACHE": ("", CAPTURE, "{draft} --enable-hierarchical-cache", TAIL),
+    "DOC-DECODE-HICACHE": ("", CAPTURE, "{draft} --enable-hierarchical-cache", ""),
     "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
     "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
     "DOC-HICACHE-FOLDER": ("--hicache-storage-backend file", "", "", ""),
@@ -254,12 +351,12 @@ OWN_ROWS = {
 }
 
 
-@pytest.mark.parametrize("code", OWN_ROWS)
-def test_each_row_of_the_doctors_own(bench: Bench, code: str) -> None:
+@pytest.mark.parametrize("code", OWN_CHECKS)
+def test_each_check_of_the_doctors_own(bench: Bench, code: str) -> None:
     model = bench.model("qwen", QWEN)
     draft = dspark(bench, SLIDING, "swa")
     prefill, prefill_env, decode, decode_env = (
-        text.replace("{draft}", draft) for text in OWN_ROWS[code]
+        text.replace("{draft}", draft) for text in OWN_CHECKS[code]
     )
     codes = bench.codes(
         command(model, "prefill", prefill, env=prefill_env),
@@ -268,29 +365,6 @@ def test_each_row_of_the_doctors_own(bench: Bench, code: str) -> None:
     assert code in codes
     plain = command(model, "prefill"), command(model, "decode")
     assert code not in bench.codes(*plain)
-
-
-def test_stages_of_a_model_that_hands_no_rows_on(bench: Bench) -> None:
-    model = bench.model("other", {**QWEN, "architectures": ["OtherForCausalLM"]})
-    prefill = command(model, "prefill", dspark(bench), "--pp-size 2")
-    codes = bench.codes(prefill, command(model, "decode", dspark(bench)))
-    assert "DOC-STAGED-CAPTURE" in codes
-
-
-def test_the_models_with_stages_are_the_overlays() -> None:
-    """Those it knows by name, and those that bring a stage's rows along themselves."""
-    source = REPOSITORY / "python/sglang/srt/speculative/dspark_components"
-    names: set[str] = set()
-    for node in ast.walk(ast.parse((source / "pp_aux_capture.py").read_text())):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == (
-            "SUPPORTED_MODELS"
-        ):
-            names |= set(ast.literal_eval(node.value))
-        elif isinstance(node, ast.Compare) and ast.unparse(node.left) == "name":
-            names |= {c.value for c in node.comparators if isinstance(c, ast.Constant)}
-    upstreams = {"KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"}
-    assert names | upstreams == set(STAGED_CAPTURE)
-    assert len(names) == 4
 
 
 def test_a_tail_on_a_release_that_hands_none_over(bench: Bench) -> None:
@@ -316,10 +390,9 @@ def test_a_tail_on_a_release_that_hands_none_over(bench: Bench) -> None:
     }
 
 
-def test_every_own_row_is_tested() -> None:
-    elsewhere = {"DOC-RELEASE", "DOC-STAGED-CAPTURE", "DOC-TAIL-RELEASE"}
-    elsewhere |= {row.code for row in TAIL_CHECKS}  # test_doctor_tail.py
-    assert {row.code for row in CHECKS} == set(OWN_ROWS) | elsewhere
+def test_every_check_is_tested() -> None:
+    elsewhere = {"DOC-RELEASE", "DOC-TAIL-RELEASE"}
+    assert {check.code for check in CHECKS} == set(OWN_CHECKS) | elsewhere
 
 
 def test_two_releases(bench: Bench) -> None:
@@ -342,7 +415,7 @@ def test_a_good_pair_exits_with_0(bench: Bench, run: Run) -> None:
     ]
     outcome = run("doctor", "--prefill", files[0], "--decode", files[1], text=True)
     assert outcome.code == 0
-    assert "Nothing known speaks against this pair." in outcome.out
+    assert "No problems found." in outcome.out
 
 
 def test_a_bad_pair_exits_with_1_and_says_what_to_do(bench: Bench, run: Run) -> None:
@@ -351,9 +424,9 @@ def test_a_bad_pair_exits_with_1_and_says_what_to_do(bench: Bench, run: Run) -> 
     decode = bench.file("d", command(model, "decode", dspark(bench)))
     outcome = run("doctor", "--prefill", prefill, "--decode", decode, text=True)
     assert outcome.code == 1
-    for text in ("will not work  [PD-COLD-DRAFT]", "consequence", "fix"):
+    for text in ("error  [PD-COLD-DRAFT]", "consequence", "fix"):
         assert text in outcome.out
-    assert "This pair would not work: 1 reason(s)" in outcome.out
+    assert "This pair would not work: 1 error." in outcome.out
     assert max(map(len, outcome.out.splitlines()[2:])) <= 88
 
 
@@ -405,6 +478,6 @@ def test_neither_torch_nor_sglang_is_imported(bench: Bench) -> None:
 
 
 def test_the_table_is_the_overlays_own_file() -> None:
-    rules = load("peer_agreement_rules")
+    rules = load("rules")
     expected = REPOSITORY / "python/sglang/srt/disaggregation/common"
     assert Path(rules.__file__).parent == expected

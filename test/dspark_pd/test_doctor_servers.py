@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from doctor_bench import QWEN, Bench
-from dspark_pd import doctor_servers
-from dspark_pd.doctor_fields import FIELDS
+from dspark_pd.doctor import servers
+from dspark_pd.doctor.fields import FIELDS
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -33,6 +33,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
     answers: ClassVar[dict] = {}
     header: str | None = None
     key: str | None = None
+    page: bytes | None = None
 
     def do_GET(self) -> None:
         if self.key and self.headers["Authorization"] != f"Bearer {self.key}":
@@ -41,6 +42,9 @@ class _Server(http.server.BaseHTTPRequestHandler):
         known = self.path.partition("?")[0] in self.answers
         body = json.dumps(self.answers.get(self.path.partition("?")[0])).encode()
         self.send_response(200 if known else 404)
+        if self.page:
+            self.send_header("Content-Type", "text/html")
+            body = self.page
         if self.header and self.path.startswith("/route"):
             self.send_header("X-SGLang-Peer-Description", self.header)
         self.end_headers()
@@ -149,14 +153,44 @@ def test_two_engines_without_the_agreement_are_compared(serve, run: Run) -> None
     assert codes.count("DOC-UNPATCHED") == 2
 
 
+# -- what is no engine, or no engine yet ------------------------------------------------
+
+
+def assert_not_reachable(run: Run, address: str, found: str) -> None:
+    """No finding on a pair of which nothing is known, and both engines are named."""
+    outcome = run("doctor", "--prefill", address, "--decode", address)
+    assert (outcome.code, outcome.codes) == (3, ["T106", "T106"])
+    titles = [error["title"] for error in outcome.document["errors"]]
+    assert titles == [
+        f"the {role} engine at {address} is not reachable"
+        for role in ("prefill", "decode")
+    ]
+    assert found in outcome.document["errors"][0]["found"]
+    assert outcome.data == {}
+
+
 @pytest.mark.parametrize("answer", [[], "text", None])
 def test_a_server_that_is_no_engine(serve, run: Run, answer) -> None:
     address = serve({})
     # Any JSON but an object of arguments.
     serve.handlers[address].answers["/server_info"] = answer
-    outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
-    assert outcome.code == 1
-    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
+    assert_not_reachable(run, address, "no JSON object")
+
+
+def test_a_web_page_is_no_engine(serve, run: Run) -> None:
+    address = serve({})
+    serve.handlers[address].page = b"<html>not here</html>"
+    assert_not_reachable(run, address, "(text/html, 21 bytes)")
+
+
+def test_a_value_of_another_kind_is_no_engines(serve, run: Run) -> None:
+    assert_not_reachable(run, serve({"tp_size": "four"}), "tp_size 'four', not a whole")
+
+
+def test_another_programs_404(serve, run: Run) -> None:
+    address = serve({})
+    serve.handlers[address].answers.clear()
+    assert_not_reachable(run, address, "HTTP Error 404")
 
 
 def test_a_port_that_does_not_speak_http(run: Run) -> None:
@@ -173,32 +207,17 @@ def test_a_port_that_does_not_speak_http(run: Run) -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
-    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
+        assert_not_reachable(run, address, "SSH-2.0-nobody")
 
 
 def test_an_engine_that_does_not_answer(run: Run) -> None:
-    address = "http://127.0.0.1:9"
-    outcome = run("doctor", "--prefill", address, "--decode", address, "--json")
-    assert outcome.code == 1
-    assert [f["code"] for f in outcome.data["findings"]] == ["DOC-UNREACHABLE"] * 2
+    assert_not_reachable(run, "http://127.0.0.1:9", "refused")
 
 
 # -- answers of another shape -----------------------------------------------------------
 
 
-def test_a_value_that_is_none_is_named_and_refuses_nothing(serve, run: Run) -> None:
-    """The engine runs, so the answer is odd and not the engine."""
-    prefill = serve({"tp_size": "four", "model_path": ["/m"]})
-    outcome = run("doctor", "--prefill", prefill, "--decode", serve({"tp_size": 3}))
-    found = {f["message"]: f["severity"] for f in outcome.data["findings"]}
-    assert outcome.code == 0
-    for text in ("--tp-size 'four', not a whole number", "--model-path ['/m']"):
-        (severity,) = (found[m] for m in found if text in m)
-        assert severity == "warn"
-
-
-@pytest.mark.parametrize("port", [None, "abc", -1, 99999999])
+@pytest.mark.parametrize("port", [None, -1, 99999999])
 def test_a_bootstrap_port_that_is_none(serve, run: Run, port: object) -> None:
     prefill = serve({"tp_size": 1, "disaggregation_bootstrap_port": port})
     codes = codes_of(run, prefill, serve({"tp_size": 1}))
@@ -249,11 +268,11 @@ def test_no_answer_breaks_the_doctor(
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(answer))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_servers, "_get_json", lambda *_: dict(shown))
-        patch.setattr(doctor_servers._opener, "open", unreachable)
+        patch.setattr(servers, "server_info", lambda *_: dict(shown))
+        patch.setattr(servers._opener, "open", unreachable)
         for sources in (["http://h:1"] * 2, [file, file], ["http://h:1", file]):
             outcome = run("doctor", "--prefill", sources[0], "--decode", sources[1])
-            assert outcome.code in (0, 1, 2), outcome.out
+            assert outcome.code in (0, 1, 2, 3), outcome.out
 
 
 # -- engines that do not let everybody in -----------------------------------------------
@@ -265,16 +284,16 @@ def test_an_engine_with_an_api_key(
     address = serve({"tp_size": 1}, key="s3cret")
     pair = ["--prefill", address, "--decode", address]
     told = run("doctor", *pair)
-    assert told.code == 1
-    for finding in told.data["findings"]:
-        assert "asks for an API key (HTTP 401)" in finding["message"]
-        assert "--api-key-env NAME" in finding["fix"]
+    assert told.codes == ["T106", "T106"]
+    for error in told.document["errors"]:
+        assert "asks for an API key (HTTP 401)" in error["found"]
+        assert "--api-key-env NAME" in error["next"]
     monkeypatch.setenv("ENGINE_KEY", "wrong")
     refused = run("doctor", *pair, "--api-key-env", "ENGINE_KEY")
-    assert "refuses the API key" in refused.data["findings"][0]["message"]
+    assert "refuses the API key" in refused.document["errors"][0]["found"]
     monkeypatch.setenv("ENGINE_KEY", "s3cret")
     let_in = run("doctor", *pair, "--api-key-env", "ENGINE_KEY")
-    assert "DOC-UNREACHABLE" not in let_in.out
+    assert let_in.data["findings"]
     assert "s3cret" not in let_in.out + refused.out + told.out
 
 
@@ -295,13 +314,7 @@ def test_a_key_that_is_none(
     assert "ENGINE_KEY" in outcome.document["errors"][0]["found"]
 
 
-def test_an_engine_of_which_nothing_is_known_is_shown_as_such(run: Run) -> None:
-    address = "http://127.0.0.1:9"
-    outcome = run("doctor", "--prefill", address, "--decode", address, text=True)
-    assert f"prefill  {address} (unknown)" in outcome.out
-
-
-def test_a_release_without_a_handshake_is_not_told_to_apply(serve, run: Run) -> None:
+def test_a_release_without_the_agreement_is_not_told_to_apply(serve, run: Run) -> None:
     old, new = (serve({"tp_size": 1, "version": v}) for v in ("0.5.19", "0.5.23"))
     fixes = {}
     for address in (old, new):

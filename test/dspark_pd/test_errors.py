@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import string
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import astgrep, exit_codes, fsops
-from dspark_pd.error_catalogue import PARTS, catalogue
-from dspark_pd.errors import Problem
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.error_catalogue import PARTS, catalogue
+from dspark_pd.messages.errors import Problem
+from dspark_pd.planning import astgrep
+from dspark_pd.target import fsops
 from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
@@ -75,6 +78,17 @@ def _unknown_hunk(bench: Bench) -> Outcome:
 @scenario("U004")
 def _no_address(bench: Bench) -> Outcome:
     return bench.run("doctor", "--prefill", "host:30000", "--decode", "host:30001")
+
+
+@scenario("U006")
+def _no_engine(bench: Bench) -> Outcome:
+    return bench.run("describe", "--without-sglang", "--", "docker", "run", "engine")
+
+
+@scenario("T106")
+def _no_answer(bench: Bench) -> Outcome:
+    nowhere = "http://127.0.0.1:9"
+    return bench.run("doctor", "--prefill", nowhere, "--decode", nowhere)
 
 
 @scenario("T101")
@@ -189,7 +203,9 @@ def _other_encoding(bench: Bench) -> Outcome:
 @scenario("H309")
 def _broken_before(bench: Bench) -> Outcome:
     bench.edit(RELAY, "def :\n")
-    return bench.apply()
+    outcome = bench.apply()
+    assert "relay.keep-input" not in outcome.out, "no hunk broke it"
+    return outcome
 
 
 @scenario("E401")
@@ -303,35 +319,34 @@ def test_every_code_has_a_scenario() -> None:
     assert set(SCENARIOS) | in_test_export == set(catalogue())
 
 
+_FAMILIES = {
+    "U": exit_codes.USAGE,
+    "T": exit_codes.TARGET,
+    "S": exit_codes.MISMATCH,
+    "H": exit_codes.MISMATCH,
+    "E": exit_codes.EDITED,
+    "F": exit_codes.FILE_SYSTEM,
+    "X": exit_codes.INTERNAL,
+}
+
+
 @pytest.mark.parametrize("code", catalogue())
-def test_the_preview_shows_every_field(code: str) -> None:
+def test_the_texts_of_an_error_are_complete(code: str) -> None:
     kind = catalogue()[code]
+    assert kind.exit_code == _FAMILIES[code[0]]
     templates = [getattr(kind, part) for part in PARTS]
-    used = {
-        name
-        for template in templates
-        for _, name, _, _ in string.Formatter().parse(template)
-        if name
-    }
-    assert used <= set(kind.example), "a field without a made-up value"
-    assert set(kind.example) <= used, "a made-up value that no text uses"
-    text = Problem(code, kind.example).as_text()
+    parsed = [string.Formatter().parse(template) for template in templates]
+    used = {name for fields in parsed for _, name, _, _ in fields if name}
+    assert used == set(kind.example), "made-up values for all fields, and no others"
+    problem = Problem(code, kind.example)
+    text = problem.as_text()
     assert text.startswith(f"error[{code}] ")
     assert all(f"\n  {part:<9}" in text for part in PARTS[1:])
-
-
-def test_families_agree_with_exit_codes() -> None:
-    families = {
-        "U": exit_codes.USAGE,
-        "T": exit_codes.TARGET,
-        "S": exit_codes.MISMATCH,
-        "H": exit_codes.MISMATCH,
-        "E": exit_codes.EDITED,
-        "F": exit_codes.FILE_SYSTEM,
-        "X": exit_codes.INTERNAL,
-    }
-    for code, kind in catalogue().items():
-        assert kind.exit_code == families[code[0]], code
+    # A command on a target names it: else it would work on the interpreter's SGLang.
+    following = problem.on("/opt/my serve").part("next")
+    for command in re.findall(r"dspark-pd (?:status|diff|apply|revert)\b.*", following):
+        assert re.match(r"dspark-pd \w+ --target (PATH|'/opt/my serve')", command)
+    assert "--target" not in problem.part("found")
 
 
 def test_list_errors_shows_all(run: Run) -> None:

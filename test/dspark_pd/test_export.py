@@ -11,7 +11,7 @@ import pytest
 
 import fake_sglang
 from dspark_pd.export.contents import USER_PAGE, docs_of, for_sglang
-from dspark_pd.patch_set import load_patch_set
+from dspark_pd.patchset.patch_set import load_patch_set
 from outcome import Run
 from test_docs import slug
 
@@ -21,10 +21,6 @@ TEST_FILE = "test/registered/unit/agreement/test_rules.py"
 HELPER = "test/registered/unit/agreement/rule_fixtures.py"
 OTHER = "test/registered/unit/managers/test_other.py"
 OPEN, CLOSE = "{/* repository only */}", "{/* end of repository only */}"
-COMPONENTS = """\
-native: {title: "[PD] Keep the input", motivation: It was lost.}
-handshake: {title: "[PD] Agree", motivation: They did not.}
-"""
 
 
 def git(root: Path, *arguments: str, stdin: bytes | None = None) -> str:
@@ -79,13 +75,12 @@ def repository(overlay: Path) -> Path:
         place = root / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
-    (overlay / "components.yml").write_text(COMPONENTS)
     return root
 
 
 def export(run: Run, checkout: Path, *more: object) -> dict[str, set[str]]:
     """Return the files of each commit by its component."""
-    named = ["--component", "native", "--component", "handshake", *more]
+    named = ["--component", "native", "--component", "agreement", *more]
     outcome = run("export", checkout, *named)
     assert outcome.code == 0, outcome.out
     return {c["component"]: set(c["files"]) for c in outcome.data["commits"]}
@@ -93,12 +88,12 @@ def export(run: Run, checkout: Path, *more: object) -> dict[str, set[str]]:
 
 def test_one_commit_per_component(run: Run, checkout: Path) -> None:
     commits = export(run, checkout, "--out", "dspark")
-    assert list(commits) == ["native", "handshake"]
+    assert list(commits) == ["native", "agreement"]
     assert commits["native"] == {
         "python/sglang/srt/managers/relay.py",
         "python/sglang/srt/managers/relay_guard.py",
     }
-    assert commits["handshake"] == {
+    assert commits["agreement"] == {
         "python/sglang/srt/agreement/rules.py",
         "python/sglang/srt/start.py",
         "docs_new/docs/advanced_features/dspark_pd.mdx",
@@ -106,7 +101,10 @@ def test_one_commit_per_component(run: Run, checkout: Path) -> None:
         HELPER,
     }
     subjects = git(checkout, "log", "--format=%s", "--reverse", "master..dspark")
-    assert subjects.splitlines() == ["[PD] Keep the input", "[PD] Agree"]
+    assert subjects.splitlines() == [
+        "[PD] Keep what nobody stored",
+        "[PD] Check the settings",
+    ]
 
 
 def test_the_message_has_the_parts_of_a_pull_request(run: Run, checkout: Path) -> None:
@@ -115,7 +113,7 @@ def test_the_message_has_the_parts_of_a_pull_request(run: Run, checkout: Path) -
     parts = ["## Motivation", "## Modifications", "## Tests", "## How verified"]
     places = [body.index(part) for part in parts]
     assert places == sorted(places)
-    assert "They did not." in body
+    assert "Made up for a test." in body
     assert f"python3 {TEST_FILE}" in body
     assert "`srt/start.py`: check the settings before anything starts" in body
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fake_sglang
-from dspark_pd import fsops
+from dspark_pd.target import fsops
 from fake_sglang import snapshot
 from outcome import Run
 

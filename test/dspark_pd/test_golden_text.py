@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dspark_pd.insertion import Edit
-from dspark_pd.plan import PlannedFile
+from dspark_pd.planning.insertion import Edit
+from dspark_pd.planning.plan import PlannedFile
 from golden_text import render
 
 pytestmark = pytest.mark.unit

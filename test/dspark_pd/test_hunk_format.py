@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd import hygiene
-from dspark_pd.errors import Refused
-from dspark_pd.hunk_fields import misfits
-from dspark_pd.patch_set import PatchSet, load_patch_set
-from dspark_pd.yaml_documents import load_documents
+from dspark_pd.messages.errors import Refused
+from dspark_pd.patchset import hygiene
+from dspark_pd.patchset.fields import misfits
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
+from dspark_pd.patchset.yaml_documents import load_documents
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -63,6 +63,7 @@ def test_the_valid_one_is_valid(overlay: Path) -> None:
         ("metadata.drop_when", '"until upstream asks first"', '""'),
         ("metadata.drop_when", '{never: "until', '{release: "until'),
         ("metadata.drop_when", '{never: "until', '{symbol: "until'),
+        ("metadata.drop_when", '{never: "until', '{review: "until'),
         ("metadata.calls", "sglang.srt.managers.relay_guard", "relay_guard"),
         ("metadata.proved_by", "test/dspark_pd/", "dspark_pd/"),
         ("metadata.proved_by", "::test_apply_inserts_our_lines", ""),
@@ -85,7 +86,7 @@ def test_a_wrong_field_is_named(overlay: Path, field: str, old: str, new: str) -
 def test_a_missing_field_is_named(overlay: Path, field: str) -> None:
     (document,) = load_documents(_file(overlay, VALID), "x")
     del document.data[field]
-    assert field in {name for name, _, _ in misfits(document.data)}
+    assert field in {name for name, _, _ in misfits(document.data, ["native"])}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_a_missing_field_is_named(overlay: Path, field: str) -> None:
 def test_a_missing_metadata_field_is_named(overlay: Path, field: str) -> None:
     (document,) = load_documents(_file(overlay, VALID), "x")
     del document.data["metadata"][field]
-    assert f"metadata.{field}" in {name for name, _, _ in misfits(document.data)}
+    assert f"metadata.{field}" in {
+        name for name, _, _ in misfits(document.data, ["native"])
+    }
 
 
 def _file(overlay: Path, text: str) -> Path:
@@ -154,6 +157,36 @@ def test_the_lists_are_checked_too(run: Run, overlay: Path) -> None:
     assert run("list").codes == ["S202"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("needs: [native]", "needs: [handoff]"),
+        ("needs: [native]", "needs: [gpu]"),
+        ("needs: [native]", "needs: native"),
+        ("needs: [native]", "need: [native]"),
+        ("motivation: Made up", "motive: Made up"),
+    ],
+)
+def test_a_wrong_component_is_refused(
+    run: Run, overlay: Path, old: str, new: str
+) -> None:
+    path = overlay / "components.yml"
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert run("list").codes == ["S202"]
+    path.unlink()
+    assert run("list").codes == ["S202"]
+
+
+def test_a_review_is_a_drop_condition(run: Run, overlay: Path) -> None:
+    review = "https://github.com/sgl-project/sglang/pull/1"
+    for path in overlay.rglob("*.hunks.yml"):
+        never = '{never: "until upstream asks first"}'
+        path.write_text(path.read_text().replace(never, f'{{review: "{review}"}}'))
+    listed = run("list").data
+    assert listed["decidable"] == 1
+    assert {"review": review} in [hunk["drop_when"] for hunk in listed["hunks"]]
+
+
 def _whats(overlay: Path) -> str:
     problems = hygiene.check(load_patch_set(overlay))
     return "\n".join(problem.as_text() for problem in problems)
@@ -183,6 +216,23 @@ def test_a_listed_module_that_is_gone_is_found(overlay: Path, repository: Path) 
     found = _whats(overlay)
     assert "the module in the overlay" in found
     assert "calls of start.check-settings" in found
+
+
+def test_an_import_outside_the_needs_is_found(overlay: Path, repository: Path) -> None:
+    components = overlay / "components.yml"
+    components.write_text(components.read_text().replace("  needs: [native]\n", "", 1))
+    found = _whats(overlay)
+    assert "srt/agreement/rules.py imports srt/managers/relay_guard.py" in found
+    assert "native in the needs of agreement" in found
+
+
+def test_an_import_on_a_release_without_it_is_found(
+    overlay: Path, repository: Path
+) -> None:
+    modules = overlay / "overlay.yml"
+    text = modules.read_text()
+    modules.write_text(text.replace(">=1.0.0,<1.3.0", ">=1.1.0,<1.3.0", 1))
+    assert "a range of srt/managers/relay_guard.py with 1.0.0" in _whats(overlay)
 
 
 def test_an_orphan_module_is_found(overlay: Path, repository: Path) -> None:

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_pd.astgrep import Match, scan
-from dspark_pd.insertion import Edit, NotAnInsertion, edits_of, normalise, splice
+from dspark_pd.planning.astgrep import Match, Search, scan
+from dspark_pd.planning.insertion import (
+    Edit,
+    NotAnInsertion,
+    edits_of,
+    normalise,
+    splice,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -130,8 +136,10 @@ def test_ast_grep_counts_and_indents_as_assumed() -> None:
     """The facts about the pinned ast-grep that the tool rests on."""
     rule = '{"id": "a.b-c", "language": "python", "rule": {"pattern": "f()"}, '
     rule += '"fix": "ours()\\nf()"}'
-    assert scan(b"g()\n", [rule], "x.py") == []
-    first, second = scan("if é:\n    f()\nf()\n".encode(), [rule], "x.py")
+    source = "if é:\n    f()\nf()\n".encode()
+    found = scan([Search("y.py", b"g()\n", (rule,)), Search("x.py", source, (rule,))])
+    assert found["y.py"] == []
+    first, second = found["x.py"]
     assert (first.start, first.end, first.line) == (11, 14, 2)
     assert first.replacement == "ours()\n    f()"
     assert second.replacement == "ours()\nf()"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dspark_pd
-from dspark_pd.patch_set import load_patch_set
+from dspark_pd.patchset.patch_set import load_patch_set
 
 pytestmark = pytest.mark.unit
 

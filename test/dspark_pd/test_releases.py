@@ -16,19 +16,19 @@ from packaging.version import Version
 
 import golden_text
 import release_wheels
-from dspark_pd import exit_codes
 from dspark_pd.cli import main
-from dspark_pd.hunk_fields import COMPONENTS, MAX_INSERTED_LINES
-from dspark_pd.patch_set import load_patch_set
-from dspark_pd.plan import Plan
-from dspark_pd.target import find_target
+from dspark_pd.messages import exit_codes
+from dspark_pd.patchset.fields import MAX_INSERTED_LINES
+from dspark_pd.patchset.patch_set import load_patch_set
+from dspark_pd.planning.plan import Plan
+from dspark_pd.target.target import find_target
 from dspark_pd.verbs.context import look_again
 
 pytestmark = pytest.mark.release
 
 PATCH_SET = load_patch_set()
 RELEASES = [str(release) for release in PATCH_SET.releases]
-SINCE = {"robustness": "0.5.20", "handshake": "0.5.20", "handoff": "0.5.23"}
+SINCE = {"robustness": "0.5.20", "agreement": "0.5.20", "handoff": "0.5.23"}
 """The first release of each component that does not serve all of them."""
 
 
@@ -55,7 +55,7 @@ def tree_hash(folder: Path) -> str:
 
 
 def _plan(site: Path) -> Plan:
-    return look_again(PATCH_SET, find_target(str(site))).plan(COMPONENTS)
+    return look_again(PATCH_SET, find_target(str(site))).plan(PATCH_SET.components)
 
 
 def test_the_set_goes_on_and_comes_off(
@@ -81,7 +81,7 @@ def test_each_component_goes_on_alone(site: Path) -> None:
     """Where the release is too old for it, that is said and nothing is written."""
     before = tree_hash(site)
     release = find_target(str(site)).release
-    for component in COMPONENTS:
+    for component in PATCH_SET.components:
         named = ["--target", str(site), "--component", component]
         if release < Version(SINCE.get(component, "0")):
             assert main(["apply", *named, "-q"]) == exit_codes.TARGET, component

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd.ranges import ReleaseRange
+from dspark_pd.patchset.ranges import ReleaseRange
 from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
@@ -26,6 +26,43 @@ def test_needed_then_applied(run: Run, site: Path) -> None:
     after = run("status", "--target", site)
     assert after.code == 0
     assert set(states(after).values()) == {"applied"}
+
+
+def test_hunks_are_counted_and_listed_on_request(run: Run, site: Path) -> None:
+    def shown(*more: str) -> list[str]:
+        given = ["status", "--target", site, "--component", "all", *more]
+        return run(*given, text=True).out.splitlines()[1:]
+
+    run("apply", "--target", site)
+    assert shown() == [
+        "component  applied  needed  not needed",
+        "native           1       -           -",
+        "agreement        -       -           1",
+        "cpu              -       1           -",
+        "",
+        "hunks: 1 applied, 1 needed, 1 not needed; modules: 2 of 2",
+    ]
+    listed = shown("-v")
+    assert listed[: len(shown())] == shown()
+    for identity in ("relay.keep-input", "start.check-settings"):
+        assert any(identity in line for line in listed)
+    (needed,) = [line for line in listed if line.startswith("needed")]
+    assert needed.split() == ["needed", "cpu", "devices.accept-named", "srt/devices.py"]
+
+
+def test_what_needs_attention_is_listed_and_fits_a_screen(
+    run: Run, site: Path, overlay: Path
+) -> None:
+    fake_sglang.install(site, "1.1.0")
+    hunks = overlay / "srt/managers/relay.py.hunks.yml"
+    many = [
+        fake_sglang.hunk(id=f"relay.keep-input-{index}", function="nowhere")
+        for index in range(40)
+    ]
+    hunks.write_text("---\n".join(many))
+    out = run("status", "--target", site, text=True).out
+    assert len(out.splitlines()) <= 24
+    assert "conflict" in out and "... and 28 more; -v lists all" in out
 
 
 def test_what_upstream_has_is_said_with_its_release(run: Run, site: Path) -> None:
@@ -50,7 +87,7 @@ def test_what_upstream_has_is_said_with_its_release(run: Run, site: Path) -> Non
         ('{symbol: "srt/nowhere.py::check"}', False),
         ('{match: "places = batch.places()"}', True),
         ('{match: "places = batch.spots()"}', False),
-        ('{never: "until upstream asks first"}', False),
+        ('{review: "https://github.com/sgl-project/sglang/pull/1"}', False),
     ],
 )
 def test_drop_conditions_are_answered_by_the_target(
@@ -147,14 +184,11 @@ def test_list_counts_identities_not_variants(run: Run) -> None:
     ]
 
 
-def test_status_in_text_has_columns_and_details(run: Run, site: Path) -> None:
+def test_status_at_length_says_why_and_until_when(run: Run, site: Path) -> None:
     brief = run("status", "--target", site, text=True)
-    rows = [line.split() for line in brief.out.splitlines()[1:-1]]
-    assert rows[0][:3] == ["needed", "native", "relay.keep-input"]
-    assert any("(since 1.2.0)" in line for line in brief.out.splitlines())
-    assert "(not needed" not in brief.out
     loud = run("status", "--target", site, "-v", text=True)
     assert loud.out.startswith(brief.out)
+    assert "(since 1.2.0)" in loud.out and "(not needed" not in loud.out
     assert "relay.keep-input  Keep what nobody stored" in loud.out
     assert "drop when symbol: srt/start.py::check" in loud.out
 
@@ -180,5 +214,5 @@ def test_list_of_one_file(run: Run, prefix: str) -> None:
     assert [hunk["id"] for hunk in outcome.data["hunks"]] == ["start.check-settings"]
     assert outcome.data["modules"] == []
     module = run("list", f"{prefix}srt/agreement/rules.py")
-    assert [m["component"] for m in module.data["modules"]] == ["handshake"]
+    assert [m["component"] for m in module.data["modules"]] == ["agreement"]
     assert module.data["hunks"] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd.target import find_target
+from dspark_pd.target.target import find_target
 from outcome import Run
 
 pytestmark = pytest.mark.unit

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dspark_pd import exit_codes
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.specs import EngineSpec, interpreter
+from dspark_pd.messages import exit_codes
 
 # Proportional set size, measured: front end and detokenizer 1.4, each rank 0.8.
 _ENGINE_BYTES = int(1.4 * 2**30)

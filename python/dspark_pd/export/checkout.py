@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, NoReturn
 
-from dspark_pd.errors import refuse
+from dspark_pd.messages.errors import refuse
 
 _TIMEOUT_S: Final = 120
 _NEW_FILE_MODE: Final = "100644"

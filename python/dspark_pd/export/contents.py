@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dspark_pd.hunk import Hunk
-from dspark_pd.hunk_fields import COMPONENTS
-from dspark_pd.patch_set import PatchSet
-from dspark_pd.plan import Plan
-from dspark_pd.selection import imported, module_name
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.patch_set import PatchSet
+from dspark_pd.patchset.python_source import imported, module_name
+from dspark_pd.planning.plan import Plan
 
 TESTS: Final = "test/registered/unit"
 NAVIGATION: Final = "docs_new/docs.json"
@@ -48,7 +47,7 @@ def tests_of(patch_set: PatchSet, component: str, plan: Plan) -> dict[str, bytes
         file
         for file in files
         if file.components
-        and last(file.components) == component
+        and _last(patch_set, file.components) == component
         and file.modules <= plan.files.keys()
         and _hunks_planned(patch_set, file, plan)
     ]
@@ -61,8 +60,8 @@ def tests_of(patch_set: PatchSet, component: str, plan: Plan) -> dict[str, bytes
     return chosen
 
 
-def last(components: Iterable[str]) -> str:
-    return max(components, key=COMPONENTS.index)
+def _last(patch_set: PatchSet, components: Iterable[str]) -> str:
+    return max(components, key=list(patch_set.components).index)
 
 
 def _unit_tests(patch_set: PatchSet, repository: Path) -> list[TestFile]:

@@ -11,8 +11,8 @@ from typing import Final, NoReturn
 
 from packaging.version import Version
 
-from dspark_pd.errors import refuse
 from dspark_pd.export.checkout import Checkout
+from dspark_pd.messages.errors import refuse
 
 _TIMEOUT_S: Final = 60
 _HOOKS_FILE: Final = ".pre-commit-config.yaml"

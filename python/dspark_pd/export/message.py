@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import yaml
-
-from dspark_pd.hunk import Hunk
-from dspark_pd.overlay_lists import Module
-from dspark_pd.patch_set import PatchSet
-
-
-@dataclass(frozen=True)
-class Purpose:
-    """Why a component exists."""
-
-    title: str
-    motivation: str
-
-
-def purposes(patch_set: PatchSet) -> dict[str, Purpose]:
-    """Return title and motivation by component."""
-    path = patch_set.overlay / "components.yml"
-    items = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {name: Purpose(**item) for name, item in items.items()}
+from dspark_pd.patchset.components import Component
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.lists import Module
 
 
 def compose(
-    purpose: Purpose,
+    purpose: Component,
     modules: Iterable[Module],
     hunks: Iterable[Hunk],
     tests: Iterable[str],

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dspark_pd import changes, exit_codes
-from dspark_pd.lock import locked
-from dspark_pd.plan import Plan, PlannedFile
-from dspark_pd.result import Result
-from dspark_pd.survey import Survey
-from dspark_pd.transaction import remove_leftovers
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.result import Result
+from dspark_pd.planning import changes
+from dspark_pd.planning.plan import Plan, PlannedFile
+from dspark_pd.target.lock import locked
+from dspark_pd.target.survey import Survey
+from dspark_pd.target.transaction import remove_leftovers
 from dspark_pd.verbs.context import (
     Context,
     asked_components,
     look_again,
+    need_notes,
     open_context,
     refuse_any,
 )
@@ -30,7 +32,9 @@ def run(options: Namespace) -> Result:
 def _apply(context: Context, options: Namespace) -> Result:
     survey = context.survey
     refuse_any(survey.problems())
-    components = asked_components(options, survey.ledger.components)
+    components = asked_components(
+        options, context.patch_set.components, survey.ledger.components
+    )
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     refuse_any([unknown] if unknown else plan.problems)
@@ -43,6 +47,7 @@ def _apply(context: Context, options: Namespace) -> Result:
         transaction.run()
     result = _describe(plan, context, options.dry_run, needed)
     result.data["components"] = list(components)
+    result.notes += need_notes(options, context.patch_set.components, components)
     return result
 
 

@@ -9,12 +9,18 @@ from typing import Final
 
 from packaging.version import Version
 
-from dspark_pd.errors import Problem, Refused, refuse
-from dspark_pd.hunk_fields import COMPONENTS
-from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
-from dspark_pd.plan import Plan, make_plan
-from dspark_pd.survey import Survey
-from dspark_pd.target import Target, find_target
+from dspark_pd.messages.errors import Problem, Refused, refuse
+from dspark_pd.patchset.components import (
+    Components,
+    by_default,
+    current_name,
+    in_order,
+    with_needs,
+)
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
+from dspark_pd.planning.plan import Plan, make_plan
+from dspark_pd.target.survey import Survey
+from dspark_pd.target.target import Target, find_target
 
 CLONE: Final = "in the clone of sglang-dspark-pd"
 
@@ -39,7 +45,9 @@ class Context:
         """
         named = options.component or []
         idle = {} if "all" in named else plan.idle_components()
-        found = [name for name in in_order(named) if name in idle]
+        found = [
+            name for name in in_order(self.patch_set.components, named) if name in idle
+        ]
         if not found:
             return None
         fields = {
@@ -93,27 +101,43 @@ def look_again(patch_set: PatchSet, target: Target) -> Context:
     return Context(patch_set, target, Survey(target))
 
 
-def named_components(options: Namespace) -> tuple[str, ...]:
-    """Return the components that the user named; none means no choice was made."""
-    named = options.component or []
-    if "all" in named:
-        return COMPONENTS
-    return in_order(named)
+def named_components(options: Namespace, components: Components) -> tuple[str, ...]:
+    """Return the components that the user named; none means no choice was made.
+
+    Refuses with U002 a name that is no component.
+    """
+    named = [current_name(name) for name in options.component or []]
+    for name in named:
+        if name not in components and name != "all":
+            known = f"all, or one of {', '.join(components)}"
+            refuse("U002", what="component", name=name, known=known)
+    return in_order(components, components if "all" in named else named)
 
 
-def asked_components(options: Namespace, applied: Iterable[str]) -> tuple[str, ...]:
-    """Return the components that apply shall end up with.
+def asked_components(
+    options: Namespace, components: Components, applied: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the components that apply shall end up with, and all that they need.
 
     Named ones are added to those applied already, so that ``apply --component cpu``
     never takes another one off; that is ``revert --component``'s.
     """
-    named = named_components(options) or DEFAULT_COMPONENTS
-    return in_order({*named, *applied})
+    named = named_components(options, components) or by_default(components)
+    return with_needs(components, {*named, *applied})
 
 
-def in_order(components: Iterable[str]) -> tuple[str, ...]:
-    wanted = set(components)
-    return tuple(name for name in COMPONENTS if name in wanted)
+def need_notes(
+    options: Namespace, components: Components, asked: Iterable[str]
+) -> list[str]:
+    """Say which components come along only because a named one needs them."""
+    named = named_components(options, components)
+    notes = []
+    for name in named:
+        needed = set(with_needs(components, [name])) - {*named}
+        along = [other for other in asked if other in needed]
+        if along:
+            notes.append(f"{name} needs {' and '.join(along)}, which come along")
+    return notes
 
 
 def refuse_any(problems: list[Problem]) -> None:

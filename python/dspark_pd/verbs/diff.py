@@ -5,18 +5,26 @@ from __future__ import annotations
 import difflib
 from argparse import Namespace
 
-from dspark_pd import changes, exit_codes
-from dspark_pd.result import Result
-from dspark_pd.transaction import Change
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.result import Result
+from dspark_pd.planning import changes
+from dspark_pd.target.transaction import Change
 from dspark_pd.verbs.apply import notes
-from dspark_pd.verbs.context import asked_components, open_context, refuse_any
+from dspark_pd.verbs.context import (
+    asked_components,
+    need_notes,
+    open_context,
+    refuse_any,
+)
 
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
     survey = context.survey
     refuse_any(survey.problems())
-    components = asked_components(options, survey.ledger.components)
+    components = asked_components(
+        options, context.patch_set.components, survey.ledger.components
+    )
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     refuse_any([unknown] if unknown else plan.problems)
@@ -29,7 +37,10 @@ def run(options: Namespace) -> Result:
         target=context.target,
         lines=[line for text in texts.values() for line in text.splitlines()],
         data={"files": texts, "components": list(components)},
-        notes=notes(survey, plan),
+        notes=[
+            *notes(survey, plan),
+            *need_notes(options, context.patch_set.components, components),
+        ],
     )
 
 

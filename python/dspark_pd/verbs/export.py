@@ -9,17 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from dspark_pd import fsops
-from dspark_pd.errors import Refused, from_os_error, refuse
 from dspark_pd.export.checkout import Checkout, open_checkout
 from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
-from dspark_pd.export.message import compose, purposes
-from dspark_pd.patch_set import DEFAULT_COMPONENTS, PatchSet, load_patch_set
-from dspark_pd.plan import Plan, make_plan
-from dspark_pd.result import Result
-from dspark_pd.target import Target, find_target
-from dspark_pd.verbs.context import named_components, refuse_any, unknown_release
+from dspark_pd.export.message import compose
+from dspark_pd.messages.errors import Refused, from_os_error, refuse
+from dspark_pd.messages.result import Result
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
+from dspark_pd.planning.plan import Plan, make_plan
+from dspark_pd.target import fsops
+from dspark_pd.target.target import Target, find_target
+from dspark_pd.verbs.context import (
+    asked_components,
+    need_notes,
+    refuse_any,
+    unknown_release,
+)
 
 _PACKAGE = "python/sglang/"
 _PATCH_SUFFIXES = (".patch", ".mbox")
@@ -50,7 +55,7 @@ def run(options: Namespace) -> Result:
     out = options.out or f"dspark-pd-{target.release}"
     _need_free(checkout, out)
     formatter = formatter_for(checkout, target.release)
-    components = named_components(options) or DEFAULT_COMPONENTS
+    components = asked_components(options, patch_set.components, ())
     commits = _commits(patch_set, target, checkout, components, formatter)
     tip = checkout.head
     made = {}
@@ -59,7 +64,9 @@ def run(options: Namespace) -> Result:
         made[tip] = commit
     if made:
         _write(checkout, tip, out)
-    return _describe(target, out, made)
+    result = _describe(target, out, made)
+    result.notes = need_notes(options, patch_set.components, components)
+    return result
 
 
 def _need_repository(patch_set: PatchSet) -> None:
@@ -108,7 +115,6 @@ def _commits(
 ) -> list[Commit]:
     """Plan each component on top of those before it; skip what is empty here."""
     assert target.release is not None
-    texts = purposes(patch_set)
     before: dict[str, bytes] = {}
     commits = []
     for index, component in enumerate(components):
@@ -126,7 +132,7 @@ def _commits(
         before.update(files)
         touched = {path.removeprefix(_PACKAGE) for path in new}
         if any(path in plan.files for path in touched):
-            purpose = texts[component]
+            purpose = patch_set.components[component]
             modules = [m for m in patch_set.modules if m.path in touched]
             hunks = [
                 choice.hunk

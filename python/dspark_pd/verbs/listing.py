@@ -7,13 +7,14 @@ from argparse import Namespace
 
 from packaging.version import Version
 
-from dspark_pd import exit_codes
-from dspark_pd.error_catalogue import catalogue
-from dspark_pd.errors import Problem, refuse
-from dspark_pd.hunk import Hunk
-from dspark_pd.overlay_lists import Module
-from dspark_pd.patch_set import PatchSet, load_patch_set
-from dspark_pd.result import Result
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.error_catalogue import catalogue
+from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.messages.result import Result
+from dspark_pd.patchset.fields import DECIDABLE
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.lists import Module
+from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.verbs.context import named_components
 
 
@@ -26,10 +27,10 @@ def run(options: Namespace) -> Result:
     file = (options.id or "").removeprefix("python/").removeprefix("sglang/")
     files = {*(h.target for h in patch_set.hunks), *(m.path for m in patch_set.modules)}
     if file in files:
-        return _all(patch_set, named_components(options), file)
+        return _all(patch_set, named_components(options, patch_set.components), file)
     if options.id:
         return _one(patch_set, options.id)
-    return _all(patch_set, named_components(options))
+    return _all(patch_set, named_components(options, patch_set.components))
 
 
 def _all(
@@ -51,11 +52,13 @@ def _all(
     if file is not None:
         lines += [f"{m.component:<10} {m.path}  {m.what}" for m in modules]
     files = len({hunk.target for hunk in hunks})
-    lines.append(
+    decidable = sum(hunk.drop_when[0] in DECIDABLE for hunk in hunks)
+    lines += [
+        f"drop conditions that a program decides: {decidable} of {len(hunks)}",
         f"{_count(len(hunks), 'hunk')} on {_count(files, 'file')}, "
         f"{_count(len(modules), 'module')}, "
-        f"SGLang {_span(_served(patch_set, hunks, modules))}"
-    )
+        f"SGLang {_span(_served(patch_set, hunks, modules))}",
+    ]
     data = {
         "hunks": [hunk_data(patch_set, hunk) for hunk in hunks],
         "modules": [
@@ -68,6 +71,7 @@ def _all(
             for module in modules
         ],
         "releases": [str(release) for release in patch_set.releases],
+        "decidable": decidable,
     }
     return Result(lines=lines, data=data)
 
@@ -109,11 +113,12 @@ def _one(patch_set: PatchSet, name: str) -> Result:
         near = difflib.get_close_matches(name, patch_set.identities, 3, 0)
         known = f"a name such as {', '.join(near)} ({len(patch_set.identities)} in all)"
         refuse("U002", what="hunk", name=name, known=known)
-    lines = [line for hunk in variants for line in _describe(hunk)]
+    lines = [line for hunk in variants for line in describe(hunk)]
     return Result(lines=lines, data=hunk_data(patch_set, variants[0]))
 
 
-def _describe(hunk: Hunk) -> list[str]:
+def describe(hunk: Hunk) -> list[str]:
+    """Return the record of one hunk for a person."""
     kind, argument = hunk.drop_when
     fields = {
         "what": hunk.message,
@@ -158,7 +163,7 @@ def _errors() -> Result:
 
 
 def _check(options: Namespace) -> Result:
-    from dspark_pd import hygiene
+    from dspark_pd.patchset import hygiene
 
     patch_set = load_patch_set(options.overlay)
     problems = hygiene.check(patch_set)

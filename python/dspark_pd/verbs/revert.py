@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dspark_pd import changes, fsops
-from dspark_pd.errors import Problem, Refused, from_os_error
-from dspark_pd.lock import locked
-from dspark_pd.matching import names_our_module, unrecorded
-from dspark_pd.plan import PlannedFile
-from dspark_pd.result import Result
-from dspark_pd.state import StateFolder
-from dspark_pd.survey import Seen, Survey
-from dspark_pd.target import find_target
-from dspark_pd.transaction import remove_leftovers, remove_state_folder
-from dspark_pd.verbs.context import in_order, look_again, named_components, refuse_any
+from dspark_pd.messages.errors import Problem, Refused, from_os_error
+from dspark_pd.messages.result import Result
+from dspark_pd.patchset.components import in_order, load_components, without
+from dspark_pd.patchset.patch_set import default_overlay
+from dspark_pd.planning import changes
+from dspark_pd.planning.matching import names_our_module, unrecorded
+from dspark_pd.planning.plan import PlannedFile
+from dspark_pd.target import fsops
+from dspark_pd.target.lock import locked
+from dspark_pd.target.state import StateFolder
+from dspark_pd.target.survey import Seen, Survey
+from dspark_pd.target.target import find_target
+from dspark_pd.target.transaction import remove_leftovers, remove_state_folder
+from dspark_pd.verbs.context import look_again, named_components, refuse_any
 
 EDITED_SUFFIX = ".edited"
 
@@ -41,7 +44,7 @@ def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
     """Return E402 if files hold our lines while nothing is recorded."""
     if survey.ledger.entries:
         return []
-    from dspark_pd.patch_set import load_patch_set
+    from dspark_pd.patchset.patch_set import load_patch_set
 
     ids: dict[str, list[str]] = {}
     for hunk in load_patch_set(options.overlay).hunks:
@@ -54,9 +57,7 @@ def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
 
 
 def _revert(survey: Survey, options: Namespace) -> Result:
-    named = named_components(options)
-    off = set(named or survey.ledger.components)
-    rest = in_order(set(survey.ledger.components) - off)
+    rest, also = _rest(survey, options)
     files = _files_of(survey, rest, options) if rest else {}
     transaction = changes.build(survey, "revert", rest, files)
     needed = changes.is_needed(transaction, survey)
@@ -79,13 +80,26 @@ def _revert(survey: Survey, options: Namespace) -> Result:
         "removed": removed,
         "components": list(rest),
     }
-    return Result(target=survey.target, lines=lines, data=data)
+    notes = [f"{name} needs what was named, and went with it" for name in also]
+    return Result(target=survey.target, lines=lines, data=data, notes=notes)
+
+
+def _rest(survey: Survey, options: Namespace) -> tuple[tuple[str, ...], list[str]]:
+    """Return the components that stay, and those that go because one they need goes."""
+    if not options.component:
+        return (), []
+    components = load_components(options.overlay or default_overlay())
+    named = named_components(options, components)
+    applied = survey.ledger.components
+    rest = without(components, applied, named)
+    gone = set(in_order(components, applied)) - {*rest, *named}
+    return rest, list(in_order(components, gone))
 
 
 def _files_of(
     survey: Survey, components: tuple[str, ...], options: Namespace
 ) -> dict[str, PlannedFile]:
-    from dspark_pd.patch_set import load_patch_set
+    from dspark_pd.patchset.patch_set import load_patch_set
 
     context = look_again(load_patch_set(options.overlay), survey.target)
     plan = context.plan(components)

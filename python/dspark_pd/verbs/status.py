@@ -5,32 +5,45 @@
 ``not needed``   upstream has it, with the release since when;
 ``not applicable`` this release is older than what the hunk is about;
 ``conflict``     the hunk fits no place in this target, or the file was edited.
+
+A person gets counts and what needs attention; ``-v`` lists every hunk.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
 
-from dspark_pd import changes, exit_codes
-from dspark_pd.errors import Problem
-from dspark_pd.plan import Plan
-from dspark_pd.result import Result
-from dspark_pd.selection import Choice
-from dspark_pd.survey import Survey
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.result import Result
+from dspark_pd.patchset.components import with_needs
+from dspark_pd.planning import changes
+from dspark_pd.planning.plan import Plan
+from dspark_pd.planning.selection import Choice
+from dspark_pd.target.survey import Survey
 from dspark_pd.verbs.apply import notes
 from dspark_pd.verbs.context import (
     Context,
     asked_components,
     named_components,
+    need_notes,
     open_context,
 )
+
+Row = dict[str, str]
+_STATES: Final = ("applied", "needed", "not needed", "not applicable", "conflict")
+_MAX_SHOWN: Final = 12
 
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
     survey = context.survey
-    named = named_components(options)
-    components = named or asked_components(options, survey.ledger.components)
+    known = context.patch_set.components
+    named = with_needs(known, named_components(options, known))
+    components = named or asked_components(options, known, survey.ledger.components)
     plan = context.plan(components)
     unknown = context.unknown_release(plan)
     edited = survey.problems()
@@ -42,16 +55,15 @@ def run(options: Namespace) -> Result:
     if idle:
         result.problems.append(idle)
     result.exit_code = _exit_code(context, plan, result.problems, components)
-    result.lines = _lines(rows, survey, plan)
-    result.details = _details(plan)
+    result.lines = _lines(rows, components, survey, plan)
+    result.details = ["", *_table(rows), *_details(plan)]
     result.notes = notes(survey, plan) + _applied_notes(survey)
+    result.notes += need_notes(options, known, components)
     result.data = _data(survey, components, rows)
     return result
 
 
-def _row(
-    choice: Choice, plan: Plan, survey: Survey, edited: list[Problem]
-) -> dict[str, str]:
+def _row(choice: Choice, plan: Plan, survey: Survey, edited: list[Problem]) -> Row:
     hunk = choice.hunk
     state: str = choice.verdict
     detail = choice.detail
@@ -91,7 +103,46 @@ def _exit_code(
     return exit_codes.OK
 
 
-def _lines(rows: list[dict[str, str]], survey: Survey, plan: Plan) -> list[str]:
+def _lines(
+    rows: list[Row], components: Iterable[str], survey: Survey, plan: Plan
+) -> list[str]:
+    """Counts by component, what needs attention, and a summary: one screen."""
+    attention = [row for row in rows if row["state"] == "conflict" or _is_odd(row)]
+    lines = _counts(rows, components)
+    if attention:
+        lines += ["", *_table(attention[:_MAX_SHOWN])]
+    if len(attention) > _MAX_SHOWN:
+        lines.append(f"... and {len(attention) - _MAX_SHOWN} more; -v lists all")
+    added = [file for file in plan.files.values() if file.kind == "add"]
+    present = sum(survey.current(file.path) == file.desired for file in added)
+    totals = Counter(row["state"] for row in rows)
+    summary = ", ".join(
+        f"{totals[state]} {state}" for state in _STATES if totals[state]
+    )
+    lines += ["", f"hunks: {summary or 'none'}; modules: {present} of {len(added)}"]
+    return lines
+
+
+def _is_odd(row: Row) -> bool:
+    """Whether a hunk is needed though a part of the set is in its file."""
+    return row["state"] == "needed" and bool(row["detail"])
+
+
+def _counts(rows: list[Row], order: Iterable[str]) -> list[str]:
+    """Return a table with a line for each component, a column for each state met."""
+    counts = Counter((row["component"], row["state"]) for row in rows)
+    states = [state for state in _STATES if any(s == state for _, s in counts)]
+    met = {row["component"] for row in rows}
+    components = [name for name in order if name in met]
+    width = max(map(len, ("component", *components)))
+    lines = ["  ".join([f"{'component':<{width}}", *states]).rstrip()]
+    for component in components:
+        cells = [f"{counts[component, s] or '-':>{len(s)}}" for s in states]
+        lines.append("  ".join([f"{component:<{width}}", *cells]))
+    return lines if rows else []
+
+
+def _table(rows: list[Row]) -> list[str]:
     width = max((len(row["id"]) for row in rows), default=0)
     part = max((len(row["component"]) for row in rows), default=0)
     lines = []
@@ -101,13 +152,6 @@ def _lines(rows: list[dict[str, str]], survey: Survey, plan: Plan) -> list[str]:
         tail = f"  ({detail})" if detail else ""
         head = f"{row['state']:<15} {row['component']:<{part}} {row['id']:<{width}}"
         lines.append(f"{head}  {row['file']}{tail}")
-    added = [file for file in plan.files.values() if file.kind == "add"]
-    present = sum(survey.current(file.path) == file.desired for file in added)
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["state"]] = counts.get(row["state"], 0) + 1
-    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    lines.append(f"hunks: {summary or 'none'}; modules: {present} of {len(added)}")
     return lines
 
 
@@ -139,7 +183,7 @@ def _applied_notes(survey: Survey) -> list[str]:
 
 
 def _data(
-    survey: Survey, components: tuple[str, ...], rows: list[dict[str, str]]
+    survey: Survey, components: tuple[str, ...], rows: list[Row]
 ) -> dict[str, object]:
     return {
         "components": list(components),

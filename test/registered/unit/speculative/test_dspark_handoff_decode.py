@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from sglang.srt.disaggregation import decode as decode_module
+from sglang.srt.disaggregation.agreement.decode_side import PrefillPeer
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache import common as mem_cache_common
 from sglang.srt.speculative.dspark_components import dspark_handoff_decode as decode
@@ -71,10 +72,8 @@ def make_req(room=ROOM, row=1, rid="d"):
 
 def received(req, mode=None):
     """A request as the transfer queue holds it; ``mode`` is what its prefill says."""
-    info = SimpleNamespace()
-    if mode is not None:
-        info.peer_description = {"version": 1, "mode": mode}
-    manager = SimpleNamespace(prefill_info_table={"h:1": info})
+    peer = PrefillPeer(description={"mode": mode} if mode else None)
+    manager = SimpleNamespace(prefill_peers={"h:1": peer})
     receiver = SimpleNamespace(kv_mgr=manager, bootstrap_addr="h:1", clear=lambda: None)
     return SimpleNamespace(
         req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False

@@ -343,6 +343,14 @@ def describe_decode(server_args: ServerArgs, model_config: ModelConfig):
     return _describe_tail(cfg, model_config, spec)
 
 
+def describe_role(
+    role: str, server_args: ServerArgs, model_config: ModelConfig
+) -> dict | None:
+    """This component's part of an engine's description, for the agreement."""
+    describe = describe_decode if role == "decode" else describe_prefill
+    return describe(server_args, model_config)
+
+
 def _describe_native(cfg: Any, model_config: ModelConfig) -> dict:
     draft = load_draft_config(cfg, cfg.speculative_draft_model_path)
     facts = draft_facts(draft, model_config)

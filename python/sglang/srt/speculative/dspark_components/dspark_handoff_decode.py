@@ -171,8 +171,9 @@ def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
 
 def prefill_mode(manager: Any, bootstrap_addr: str) -> str | None:
     """``native``, ``tail`` or ``none`` by a prefill's description, None without one."""
-    info = manager.prefill_info_table.get(bootstrap_addr)
-    description = getattr(info, "peer_description", None)
+    from sglang.srt.disaggregation.agreement.decode_side import prefill_description
+
+    description = prefill_description(manager, bootstrap_addr)
     return description.get("mode") if description else None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.environ import envs
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
     TailSpec,
+    describe_role,
     load_draft_config,
     resolve_decode_spec,
     resolve_prefill_spec,
@@ -272,9 +273,12 @@ def attach_tail_buffer(
             than the target was told to capture.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.disaggregation.agreement.engine_facts import describers
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.speculative.dspark_components import dspark_handoff_tail
 
+    if describe_role not in describers:
+        describers.append(describe_role)
     cfg = resolved_view(scheduler.server_args)
     if capture_enabled():
         spec = resolve_prefill_spec(cfg, scheduler.model_config)

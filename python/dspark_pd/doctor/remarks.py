@@ -1,0 +1,111 @@
+"""What the doctor says about reading an engine, before anything is compared.
+
+Each remark is data like ``checks.CHECKS``, with fields in its sentences; the page on
+agreement lists both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dspark_pd.doctor.engine import ERROR, WARNING, Finding
+
+
+@dataclass(frozen=True)
+class Remark:
+    """The texts are templates for ``str.format``."""
+
+    code: str
+    severity: str
+    message: str
+    consequence: str
+    fix: str
+
+
+_MODELS_NOT_COMPARED: Final = "models, drafts and DeepSeek-V4 rings are not compared"
+_NO_AGREEMENT: Final = (
+    "engines that disagree hang or draft cold instead of refusing each other"
+)
+
+REMARKS: Final[dict[str, Remark]] = {
+    "misspelt": Remark(
+        "DOC-ARGS",
+        WARNING,
+        "{role}: {shown} is unknown to dspark-pd; {meant} may be meant",
+        "SGLang refuses unknown flags and ignores unknown variables",
+        "correct the spelling",
+    ),
+    "malformed": Remark(
+        "DOC-VALUE",
+        ERROR,
+        "{role}: {name} is {shown}, not {wanted}",
+        "SGLang refuses to start with it; the pair is not compared",
+        "correct the value",
+    ),
+    "block size": Remark(
+        "DOC-BLOCK-SIZE",
+        ERROR,
+        "{role}: --speculative-num-draft-tokens is {tokens} and "
+        "--speculative-dspark-block-size is {block}",
+        "SGLang asks for draft tokens = block size + 1 and refuses to start",
+        "give one of the two",
+    ),
+    "config": Remark(
+        "DOC-CONFIG",
+        WARNING,
+        "the config of {role}'s model {model} cannot be read on this machine",
+        _MODELS_NOT_COMPARED,
+        "run the doctor where the model lies",
+    ),
+    "no model": Remark(
+        "DOC-CONFIG",
+        WARNING,
+        "{role}: {source} names no --model-path",
+        _MODELS_NOT_COMPARED,
+        "name the model where the engine is started",
+    ),
+    "damaged": Remark(
+        "DOC-CONFIG",
+        WARNING,
+        "the config of {role}'s model, or of its draft, cannot be understood: {detail}",
+        "the engines are compared by their flags alone",
+        "repair the config.json of the model or of its draft",
+    ),
+    "bootstrap": Remark(
+        "DOC-BOOTSTRAP",
+        WARNING,
+        "prefill's bootstrap server at {place} does not answer: {detail}",
+        "decodes cannot reach this prefill, or it is behind another address",
+        "open the port given by --disaggregation-bootstrap-port",
+    ),
+    "no bootstrap": Remark(
+        "DOC-BOOTSTRAP",
+        WARNING,
+        "prefill at {source} names no bootstrap port",
+        "whether it describes itself to its peers is not known",
+        "start it with --disaggregation-mode prefill",
+    ),
+    "unpatched": Remark(
+        "DOC-UNPATCHED",
+        WARNING,
+        "{role} does not describe itself to its peers",
+        _NO_AGREEMENT,
+        "apply sglang-dspark-pd to it and restart it",
+    ),
+    "no agreement": Remark(
+        "DOC-UNPATCHED",
+        WARNING,
+        "{role} runs SGLang {release}, on which engines do not describe themselves, "
+        "with or without sglang-dspark-pd",
+        _NO_AGREEMENT,
+        "run one of SGLang {served} with the set, or keep the flags of both equal",
+    ),
+}
+
+
+def remark(name: str, /, **fields: object) -> Finding:
+    """Return the finding of a remark with its fields filled in."""
+    row = REMARKS[name]
+    texts = (row.message, row.consequence, row.fix)
+    return Finding(row.code, row.severity, *(text.format(**fields) for text in texts))

@@ -1,0 +1,83 @@
+"""Asks SGLang's own argument parser what a command line means.
+
+SGLang takes seconds to import and brings torch along, so it is imported in a process of
+its own. Its parser alone is asked: nothing is resolved and no device is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dspark_pd.doctor.arguments import NotArguments
+
+_TIMEOUT_S: Final = 300
+_MARK: Final = "dspark-pd describe: "
+_SCRIPT: Final = """
+import argparse, dataclasses, json, sys
+argv, mark = json.load(sys.stdin)
+from sglang.srt.server_args import ServerArgs
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        answer(refused=message)
+        sys.exit(0)
+
+def plain(value):
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
+
+def answer(**found):
+    print("\\n" + mark + json.dumps(found, default=plain), flush=True)
+
+parser = Parser(prog="sglang serve")
+ServerArgs.add_cli_args(parser)
+if "--config" in argv:
+    try:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+    except ImportError:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+    try:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+given, rest = parser.parse_known_args(argv)
+args = {k: v for k, v in vars(given).items() if v != parser.get_default(k)}
+flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+answer(args=args, unknown=list(dict.fromkeys(flags)))
+"""
+
+
+class Unavailable(Exception):
+    """SGLang's parser cannot be asked; the message says why."""
+
+
+def ask(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the server arguments that differ from SGLang's defaults, and flags that it
+    does not know.
+
+    Raises NotArguments where SGLang refuses the command line, Unavailable where it
+    cannot be asked.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            input=json.dumps([list(argv), _MARK]),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(str(error)) from None
+    told = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not told:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise Unavailable(lines[-1][:300])
+    found = json.loads(told[-1].removeprefix(_MARK))
+    if "refused" in found:
+        raise NotArguments(f"SGLang refuses it: {found['refused']}")
+    found["args"].pop("config", None)
+    return found["args"], found["unknown"]

@@ -1,0 +1,35 @@
+"""What a verb returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import Problem
+
+
+class Place(Protocol):
+    """The target of a verb, as far as it is shown."""
+
+    @property
+    def shown(self) -> str: ...
+
+    def as_dict(self) -> dict[str, object]: ...
+
+
+@dataclass
+class Result:
+    """The outcome of one verb.
+
+    ``lines`` is the answer for a person, ``data`` the same for a program, ``notes`` is
+    what a person should know besides, ``details`` what ``-v`` adds.
+    """
+
+    exit_code: int = exit_codes.OK
+    target: Place | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)

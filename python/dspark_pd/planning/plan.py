@@ -1,0 +1,237 @@
+"""Work out, in memory, what a target looks like with the set on it.
+
+``make_plan`` reads originals, asks ast-grep once, counts the matches, splices
+the added lines and compiles every result. It writes nothing and stops at no problem: a
+user learns of all of them at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from packaging.version import Version
+
+from dspark_pd.messages.errors import Problem
+from dspark_pd.patchset.hunk import Hunk
+from dspark_pd.patchset.patch_set import PatchSet
+from dspark_pd.planning import astgrep
+from dspark_pd.planning.astgrep import Match
+from dspark_pd.planning.conditions import Originals, drop_rule, encoding_problem
+from dspark_pd.planning.insertion import Edit, normalise, splice
+from dspark_pd.planning.matching import Misfit, edits_of_choice, unrecorded
+from dspark_pd.planning.selection import (
+    Choice,
+    candidates,
+    choose,
+    judged,
+    modules_for,
+)
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file as upstream has it and as the set wants it."""
+
+    path: str
+    kind: Literal["add", "hunk"]
+    original: bytes | None
+    desired: bytes
+    hunks: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def added_lines(self) -> int:
+        old = self.original.count(b"\n") if self.original else 0
+        return self.desired.count(b"\n") - old
+
+
+@dataclass
+class Plan:
+    """Planned files by path, one choice per identity, and what stands in the way."""
+
+    files: dict[str, PlannedFile] = field(default_factory=dict)
+    choices: list[Choice] = field(default_factory=list)
+    misfits: dict[str, Problem] = field(default_factory=dict)
+    """Why an identity that is wanted cannot be applied."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def idle_components(self) -> dict[str, str]:
+        """Return components that the release is too old for: what they do serve."""
+        since: dict[str, list[str]] = {}
+        busy = set()
+        for choice in self.choices:
+            if choice.verdict == "not applicable":
+                since.setdefault(choice.hunk.component, []).append(choice.detail)
+            else:
+                busy.add(choice.hunk.component)
+        return {name: told[0] for name, told in since.items() if name not in busy}
+
+
+def make_plan(
+    patch_set: PatchSet,
+    release: Version,
+    components: Iterable[str],
+    originals: Originals,
+) -> Plan:
+    """Return what ``components`` of the set make of a target of ``release``."""
+    components = tuple(components)
+    serving = candidates(patch_set, release, components)
+    found = _search(patch_set, serving, originals)
+    plan = Plan(choices=choose(patch_set, release, serving, originals, found))
+    for choice in plan.choices:
+        if choice.verdict == "unserved":
+            plan.misfits[choice.identity] = _unserved(choice, release)
+    wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
+    _plan_hunks(plan, wanted, release, originals, found)
+    for module in modules_for(patch_set, release, components):
+        source = patch_set.source(module)
+        original = originals(module.path)
+        if original not in (None, source):
+            plan.problems.append(Problem("H306", {"file": module.path}))
+        problem = compile_problem(module.path, source, [])
+        if problem:
+            plan.problems.append(problem)
+        plan.files[module.path] = PlannedFile(module.path, "add", None, source)
+    plan.problems = sorted(
+        [*_together(plan.misfits, plan.choices), *plan.problems],
+        # Foreign lines in the target explain what does not match, so they come first.
+        key=lambda problem: not problem.code.startswith("E"),
+    )
+    return plan
+
+
+def _together(misfits: dict[str, Problem], choices: list[Choice]) -> list[Problem]:
+    """Join all E402: they have one cause and one remedy."""
+    lost: dict[str, list[str]] = {}
+    for choice in choices:
+        problem = misfits.get(choice.identity)
+        if problem is not None and problem.code == "E402":
+            lost.setdefault(choice.hunk.target, []).append(choice.identity)
+    others = [problem for problem in misfits.values() if problem.code != "E402"]
+    return [unrecorded(lost), *others] if lost else others
+
+
+def _search(
+    patch_set: PatchSet,
+    serving: Mapping[str, tuple[Hunk, ...]],
+    originals: Originals,
+) -> dict[str, list[Match]]:
+    """Search upstream's files for all rules at once, those of drop conditions too.
+
+    A file that is missing or not UTF-8 matches nothing; that is said elsewhere.
+    """
+    rules: dict[str, list[str]] = {}
+    for identity, hunks in serving.items():
+        judge = judged(patch_set, identity, hunks)
+        for hunk in hunks:
+            rules.setdefault(hunk.target, []).append(hunk.as_rule())
+        drop = drop_rule(judge)
+        if drop is not None:
+            rules.setdefault(judge.target, []).append(drop)
+    sources = {path: originals(path) for path in rules}
+    return astgrep.scan(
+        astgrep.Search(path, normalise(source)[0], tuple(rules[path]))
+        for path, source in sources.items()
+        if source is not None and not encoding_problem(path, source)
+    )
+
+
+def _plan_hunks(
+    plan: Plan,
+    wanted: list[Choice],
+    release: Version,
+    originals: Originals,
+    found: Mapping[str, list[Match]],
+) -> None:
+    by_target: dict[str, list[Choice]] = {}
+    for choice in wanted:
+        by_target.setdefault(choice.hunk.target, []).append(choice)
+    for path, choices in by_target.items():
+        source = originals(path)
+        problem = encoding_problem(path, source)
+        if problem:
+            plan.problems.append(problem)
+        elif source is None:
+            for choice in choices:
+                plan.misfits[choice.identity] = _missing(choice, release)
+        else:
+            _plan_file(plan, path, source, choices, found[path])
+
+
+def _plan_file(
+    plan: Plan,
+    path: str,
+    source: bytes,
+    choices: list[Choice],
+    matches: list[Match],
+) -> None:
+    plain, carriage_returns = normalise(source)
+    edits: list[Edit] = []
+    done: list[str] = []
+    for choice in choices:
+        try:
+            edits += edits_of_choice(choice, plain, matches)
+            done.append(choice.identity)
+        except Misfit as misfit:
+            plan.misfits[choice.identity] = misfit.problem
+    try:
+        desired = splice(source, edits, carriage_returns)
+    except ValueError as error:
+        plan.problems.append(_overlap(path, plain, edits, str(error)))
+        return
+    problem = compile_problem(path, desired, done)
+    if problem:
+        # Where upstream's own text does not compile, that is what is wrong.
+        plan.problems.append(compile_problem(path, source, None) or problem)
+    if edits:
+        kept = tuple(sorted(edits, key=lambda edit: edit.start))
+        plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
+
+
+def _unserved(choice: Choice, release: Version) -> Problem:
+    kind, argument = choice.hunk.drop_when
+    fields = {
+        "id": choice.identity,
+        "version": release,
+        "drop": f"{kind} {argument}",
+        "ranges": choice.detail,
+    }
+    return Problem("H307", fields)
+
+
+def _missing(choice: Choice, release: Version) -> Problem:
+    fields = {"id": choice.identity, "file": choice.hunk.target, "version": release}
+    return Problem("H305", fields)
+
+
+def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Problem:
+    late = next(edit for edit in edits if edit.hunk_id == hunk_id)
+    other = next(
+        (e for e in edits if e.hunk_id != hunk_id and e.end > late.start), late
+    )
+    line = plain[: late.start].count(b"\n") + 1
+    fields = {"id": hunk_id, "other": other.hunk_id, "file": path, "line": line}
+    return Problem("H303", fields)
+
+
+def compile_problem(
+    path: str, source: bytes, hunks: list[str] | None
+) -> Problem | None:
+    """Return H304 if ``source`` does not compile; H309 if no hunk is to blame."""
+    try:
+        compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        fields = {
+            "file": path,
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "line": getattr(error, "lineno", None) or 0,
+            "detail": getattr(error, "msg", None) or str(error),
+        }
+        if hunks is None:
+            return Problem("H309", fields)
+        fields["ids"] = ", ".join(hunks) or "(a module of the set)"
+        return Problem("H304", fields)
+    return None

@@ -1,0 +1,70 @@
+"""Is this content upstream's own? The installer and git know, and are asked here.
+
+Needed when a file is neither what apply wrote nor what it replaced: after ``pip install
+-U sglang`` it is the new release's file and may be patched again; after a hand edit it
+is somebody's work and must not be touched.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import subprocess
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from dspark_pd.target.release import dist_info
+
+_TIMEOUT_S: Final = 10
+
+
+class Provenance:
+    """What is known of the files of one target."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def vouches(self, path: str, data: bytes) -> bool | None:
+        """Whether ``data`` is upstream's ``path``; None when nobody can tell."""
+        if self._recorded:
+            wanted = self._recorded.get(f"{self._root.name}/{path}")
+            return wanted is not None and wanted == _record_digest(data)
+        blob = self._committed(path)
+        return None if blob is None else blob == _git_digest(data)
+
+    @cached_property
+    def _recorded(self) -> dict[str, str]:
+        """sha256 by path, from the RECORD of an installed or unpacked wheel."""
+        folder = dist_info(self._root)
+        record = folder / "RECORD" if folder else None
+        if record is None or not record.is_file():
+            return {}
+        with record.open(encoding="utf-8", newline="") as lines:
+            rows = [row for row in csv.reader(lines) if len(row) >= 2]
+        return {
+            row[0]: row[1].removeprefix("sha256=")
+            for row in rows
+            if row[1].startswith("sha256=") and row[0].startswith("sglang/")
+        }
+
+    def _committed(self, path: str) -> str | None:
+        """Return the object name that HEAD has for ``path``."""
+        command = ["git", "-C", str(self._root), "rev-parse", f"HEAD:./{path}"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _record_digest(data: bytes) -> str:
+    raw = hashlib.sha256(data).digest()
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _git_digest(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -1,0 +1,367 @@
+"""Decode's side of the agreement: which prefill it works with, and how it refuses one.
+
+Life cycle of a prefill, as decode sees it:
+1. First contact: upstream fetches the prefill's topology and checks it. That runs in a
+   background thread (`checks_prefill`), and the answer's header holds the prefill's
+   description, which the rules judge there (`disagrees`).
+2. Accepted: the topology is in upstream's ``prefill_info_table`` and everything goes
+   upstream's way, until a heartbeat meets another instance of the bootstrap server
+   (`compare_instance`). That is a lost prefill, handled by upstream's own code.
+3. Refused: each of its requests fails with the reason before anything is registered
+   (`refuse_request`), and prefill is told once, so that it does not hold the request
+   until its bootstrap timeout. A refusal older than a second is not used any more: the
+   next request makes contact anew.
+
+The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
+not raise there. All state is in `PrefillPeers`, one object of the KV manager.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import zmq
+
+from sglang.srt.disaggregation.agreement.description import (
+    HEADER,
+    INSTANCE,
+    INSTANCE_HEADER,
+)
+from sglang.srt.disaggregation.agreement.engine_facts import own_description
+from sglang.srt.disaggregation.agreement.rules import (
+    REFUSE,
+    UNPATCHED,
+    Description,
+    Verdict,
+    decide,
+)
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+if TYPE_CHECKING:
+    import requests
+
+    from sglang.srt.disaggregation.common.conn import (
+        CommonKVManager,
+        CommonKVReceiver,
+        PrefillServerInfo,
+    )
+
+logger = logging.getLogger(__name__)
+
+# How long the scheduler waits for a prefill that it asks for the first time.
+_PATIENCE_S = 0.5
+_REFUSAL_AGE_S = 1.0
+_MAX_REASON_BYTES = 2048
+# Backends whose prefill reads a refusal, if it has this agreement; others get an abort.
+_READ_REFUSALS = ("nixl", "mooncake")
+
+
+@dataclasses.dataclass
+class Refusal:
+    """Why decode does not work with a prefill.
+
+    `contacts` are the addresses of the prefill's ranks by DP rank, once asked for.
+    """
+
+    reason: str
+    checked_at: float
+    info: PrefillServerInfo
+    description: Description
+    contacts: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.monotonic() - self.checked_at <= _REFUSAL_AGE_S
+
+
+@dataclasses.dataclass
+class Contact:
+    """One fetch of a prefill's topology: pending, then with what the rules say of it."""
+
+    fetch: Future[bool] | None = None
+    info: PrefillServerInfo | None = None
+    description: Description | None = None
+    reason: str | None = None
+
+
+@dataclasses.dataclass
+class PrefillPeer:
+    """What decode knows of the prefill at one bootstrap address.
+
+    `is_slow` says that the scheduler waited for it in vain, and does not do so again
+    before it has answered. `logged` are the verdicts that the log has already.
+    """
+
+    description: Description | None = None
+    refusal: Refusal | None = None
+    contact: Contact | None = None
+    is_slow: bool = False
+    logged: list[Verdict] = dataclasses.field(default_factory=list)
+
+    @property
+    def instance(self) -> str | None:
+        return (self.description or {}).get(INSTANCE)
+
+
+class PrefillPeers(dict[str, PrefillPeer]):
+    """All prefills that requests of this decode have named, by bootstrap address.
+
+    Upstream keeps as many topologies: one for each prefill server that ever was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Threads of their own: a prefill that takes long to be told delays no contact.
+        self.fetching = ThreadPoolExecutor(4, thread_name_prefix="agreement-fetch")
+        self.telling = ThreadPoolExecutor(2, thread_name_prefix="agreement-tell")
+
+
+def peers_of(manager: CommonKVManager) -> PrefillPeers:
+    """The manager's prefills; made here, on first use."""
+    peers = manager.__dict__.get("prefill_peers")
+    if peers is None:
+        peers = manager.__dict__.setdefault("prefill_peers", PrefillPeers())
+    return peers
+
+
+def prefill_description(
+    manager: CommonKVManager, bootstrap_addr: str
+) -> Description | None:
+    """What a prefill says of itself; None for one without this agreement."""
+    peer = peers_of(manager).get(bootstrap_addr)
+    return peer.description if peer is not None else None
+
+
+# -- first contact ----------------------------------------------------------------------
+
+_Fetch = Callable[["CommonKVManager", str], bool]
+
+
+def checks_prefill(fetch: _Fetch) -> _Fetch:
+    """Decorate upstream's fetch and check of a prefill, called by decode's scheduler.
+
+    Upstream's method blocks for up to five seconds and raises for a prefill that does
+    not fit, which ends the engine. Here it runs in a background thread, is waited for
+    half a second, and what it raises is this prefill's refusal.
+    """
+
+    @functools.wraps(fetch)
+    def try_ensure_parallel_info(manager: CommonKVManager, bootstrap_addr: str) -> bool:
+        if own_description(manager) is None:
+            return fetch(manager, bootstrap_addr)
+        peers = peers_of(manager)
+        peer = peers.setdefault(bootstrap_addr, PrefillPeer())
+        _settle(peer, bootstrap_addr)
+        if bootstrap_addr in manager.prefill_info_table:
+            return True
+        if peer.contact is None and not (peer.refusal and peer.refusal.is_fresh):
+            peer.description, peer.contact = None, Contact()
+            pending = peers.fetching.submit(fetch, manager, bootstrap_addr)
+            peer.contact.fetch = pending
+            wait([pending], timeout=0.0 if peer.is_slow else _PATIENCE_S)
+            peer.is_slow = peer.is_slow or not pending.done()
+        _settle(peer, bootstrap_addr)
+        if peer.refusal is not None:
+            # Upstream finds the request's DP rank there, on its way to `refuse_request`.
+            manager.prefill_info_table.setdefault(bootstrap_addr, peer.refusal.info)
+        return bootstrap_addr in manager.prefill_info_table
+
+    return try_ensure_parallel_info
+
+
+def disagrees(
+    manager: CommonKVManager,
+    bootstrap_addr: str,
+    info: PrefillServerInfo,
+    response: requests.Response,
+) -> bool:
+    """Judge a prefill by its description; True when upstream need not go on with it.
+
+    Called in the background thread, before upstream's own checks.
+
+    Args:
+        info: prefill's topology, just parsed.
+        response: the bootstrap server's answer that it came with.
+    """
+    ours = own_description(manager)
+    peer = peers_of(manager).get(bootstrap_addr)
+    if ours is None or peer is None or peer.contact is None:
+        return False
+    contact = peer.contact
+    contact.info = info
+    contact.description = _description_from(response)
+    theirs = contact.description or _shown_by(info)
+    verdicts = judge(decode=ours, prefill=theirs)
+    for verdict in verdicts:
+        if verdict not in peer.logged:
+            log = logger.error if verdict.severity == REFUSE else logger.warning
+            log(f"Prefill {bootstrap_addr}: {verdict.text}")
+    peer.logged = verdicts
+    if verdicts and verdicts[0].severity == REFUSE:
+        contact.reason = verdicts[0].text
+    return contact.reason is not None
+
+
+def judge(*, decode: Description, prefill: Description) -> list[Verdict]:
+    """`decide`, with a description that cannot be compared refused as such."""
+    try:
+        return decide(decode, prefill)
+    except Exception as error:
+        return [
+            Verdict(
+                "PD-MALFORMED",
+                REFUSE,
+                "prefill's description cannot be compared "
+                f"({type(error).__name__}: {error})",
+                "decode cannot check prefill",
+                "apply the same release of sglang-dspark-pd to both engines",
+            )
+        ]
+
+
+def _description_from(response: requests.Response) -> Description | None:
+    """Prefill's own description; None from a bootstrap server that shows none."""
+    header = response.headers.get(HEADER)
+    if header is None:
+        return None
+    try:
+        described = json.loads(header)
+        if isinstance(described, dict):
+            return described
+    except (ValueError, RecursionError):
+        pass
+    logger.error(f"A prefill sent a description that cannot be read: {header[:200]}")
+    return None
+
+
+def _shown_by(info: PrefillServerInfo) -> Description:
+    """What the topology of a prefill without this agreement tells of it."""
+    return {
+        **UNPATCHED,
+        "page_size": info.page_size,
+        "allocation_policy": getattr(info, "decode_allocation_policy", None),
+        "kv_dtype": info.kv_cache_dtype,
+        "tp": info.attn_tp_size,
+        "pp": info.pp_size,
+        "cp": info.attn_cp_size,
+    }
+
+
+def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
+    """Take over what a finished contact found; a pending one changes nothing."""
+    contact = peer.contact
+    if contact is None or not contact.fetch.done():
+        return
+    former, peer.refusal, peer.contact = peer.refusal, None, None
+    if contact.info is None:
+        return  # no answer; upstream has logged why, and asks again
+    peer.is_slow, peer.description = False, contact.description
+    error, reason = contact.fetch.exception(), contact.reason
+    if error is not None:
+        reason = f"[PD-UPSTREAM] {error}"
+        if former is None or former.reason != reason:
+            logger.error(f"Refusing prefill {bootstrap_addr}", exc_info=error)
+    if reason is not None:
+        theirs = contact.description or UNPATCHED
+        peer.refusal = Refusal(reason, time.monotonic(), contact.info, theirs)
+
+
+# -- refusing ---------------------------------------------------------------------------
+
+
+def refuse_request(receiver: CommonKVReceiver, prefill_dp_rank: int) -> bool:
+    """Fail a request whose prefill is refused; False when it may go on.
+
+    The client gets the reason through the ordinary failure path. The refusal's topology
+    leaves upstream's table, so that the next request asks `checks_prefill` again.
+    """
+    manager, bootstrap_addr = receiver.kv_mgr, receiver.bootstrap_addr
+    peer = peers_of(manager).get(bootstrap_addr)
+    if peer is None:
+        return False
+    _settle(peer, bootstrap_addr)
+    refusal = peer.refusal
+    if refusal is None:
+        return False
+    manager.prefill_info_table.pop(bootstrap_addr, None)
+    manager.record_failure(receiver.bootstrap_room, refusal.reason)
+    manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
+    receiver.conclude_state = KVPoll.Failed
+    receiver.abort_notified = True  # by the message below, in place of upstream's
+    peers_of(manager).telling.submit(_tell, receiver, refusal, prefill_dp_rank)
+    return True
+
+
+def _tell(receiver: CommonKVReceiver, refusal: Refusal, dp_rank: int) -> None:
+    """Send the reason to every rank of prefill that may hold the request, once.
+
+    A prefill without this agreement gets an abort. One that is not reached holds the
+    request until its bootstrap timeout.
+    """
+    # Not at the top: that package imports conn.py, which imports this module.
+    from sglang.srt.disaggregation.common.admission import ROOM_REFUSED
+    from sglang.srt.disaggregation.common.control_threads import should_log
+
+    room = str(receiver.bootstrap_room).encode("ascii")
+    message = [b"ABORT", room]
+    theirs = refusal.description
+    if theirs.get("version") and theirs.get("backend") in _READ_REFUSALS:
+        message = [ROOM_REFUSED, room, refusal.reason.encode()[:_MAX_REASON_BYTES]]
+    try:
+        for contact in _contacts(receiver, refusal, dp_rank):
+            sock, lock = receiver._connect_to_bootstrap_server(contact)
+            with lock:
+                sock.send_multipart(message, zmq.NOBLOCK)
+    except Exception as error:
+        if should_log(f"tell {receiver.bootstrap_addr}"):
+            logger.warning(
+                f"Prefill {receiver.bootstrap_addr} was not told that request "
+                f"{receiver.bootstrap_room} is refused: {error!r}"
+            )
+
+
+def _contacts(receiver, refusal: Refusal, dp_rank: int) -> list[dict]:
+    """Addresses of the ranks of one DP rank. Raises LookupError if one has none."""
+    if dp_rank not in refusal.contacts:
+        info = refusal.info
+        ranks = itertools.product(
+            range(info.attn_cp_size), range(info.attn_tp_size), range(info.pp_size)
+        )
+        found = [receiver._get_bootstrap_info_from_server(dp_rank, *r) for r in ranks]
+        if None in found:
+            raise LookupError(f"DP rank {dp_rank} has ranks without an address")
+        refusal.contacts[dp_rank] = found
+    return refusal.contacts[dp_rank]
+
+
+# -- restart ----------------------------------------------------------------------------
+
+
+def compare_instance(
+    manager: CommonKVManager, bootstrap_addr: str, response: requests.Response
+) -> None:
+    """Treat a prefill that came back on its address as a lost one.
+
+    A bootstrap server answers health checks long before its engine has loaded, so a
+    prefill that is back within two heartbeats is never missed. Decode would go on
+    sending to ports that nobody listens on, and each request would wait for its timeout.
+
+    Args:
+        response: a successful health answer, in the heartbeat thread. A prefill without
+            this agreement names no instance and is left to upstream.
+    """
+    peer = peers_of(manager).get(bootstrap_addr)
+    known = peer.instance if peer is not None else None
+    if known is None or response.headers.get(INSTANCE_HEADER, known) == known:
+        return
+    logger.error(f"Prefill {bootstrap_addr} was restarted; its requests fail")
+    peers_of(manager).pop(bootstrap_addr, None)
+    manager._handle_node_failure(bootstrap_addr)

@@ -1,0 +1,313 @@
+"""What a KV manager does with its peers' messages around upstream's own handling.
+
+Life cycle: `guard_socket` gives each manager one handler for its role when its socket
+is made; the socket shows it every message (see `control_threads.py`).
+
+Prefill (`PrefillAdmission`): a registration passes the readers of its trailing frames.
+A room's metadata from a decode that was refused or is not registered fails that room on
+both engines, with the reason. What decode says about a room before its request is
+here waits for the request. If upstream's handling of a registration raises, it is
+undone, and the rooms of that decode fail with the reason.
+
+Decode (`DecodeAdmission`): when prefill says that it does not know this decode, the next
+request registers again.
+
+Message layouts of decode, after NIXL's guard frame: ``[room or "None", ip, port, agent
+name or session id, ...]`` on both backends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.control_threads import (
+    GuardedSocket,
+    end_engine,
+    log_once,
+    should_log,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.utils.network import NetworkAddress
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+    from sglang.srt.disaggregation.mooncake.conn import TransferKVChunk
+
+logger = logging.getLogger(__name__)
+
+# Decode refuses a room of this prefill: ``[ROOM_REFUSED, room, reason]``.
+ROOM_REFUSED = b"ROOM_REFUSED"
+# Decode knows by this code that it must register again.
+NOT_REGISTERED = "[PD-NOT-REGISTERED]"
+
+# Readers of trailing frames of a registration, each called with the manager and the
+# message. A reader may take its frame off the message, and returns why the decode is
+# refused, or None.
+registration_readers: list[
+    Callable[["CommonKVManager", list[bytes]], "str | None"]
+] = []
+
+_NIXL_GUARD = b"NixlMsgGuard"
+_ABORT = b"ABORT"
+_REGISTRATION = "None"
+# Messages of prefill that begin with their kind and go on with their room.
+_KINDS_BEFORE_ROOM = (b"CHUNK_READY", b"AUX_DATA", b"STAGING_REQ", b"ABORT_ACK")
+_MAX_EARLY_ROOMS = 8192
+_ANSWER_LINGER_MS = 1000
+
+
+def guard_socket(manager: CommonKVManager) -> None:
+    """Give a new manager the handler of its role, and its socket to that."""
+    if manager.disaggregation_mode == DisaggregationMode.PREFILL:
+        manager.admission = PrefillAdmission(manager)
+    else:
+        manager.admission = DecodeAdmission(manager)
+    GuardedSocket.guard(manager, manager.admission)
+
+
+class Envelope(NamedTuple):
+    """The frames every decode message about a room or a registration starts with."""
+
+    room: int | None  # None for a registration
+    endpoint: str
+    port: int
+    decode: str  # agent name (NIXL) or session id (Mooncake)
+
+    @classmethod
+    def read(cls, message: list[bytes]) -> Envelope | None:
+        """None for messages of another kind, and for what is none of this layout."""
+        frames = message[1:] if message[:1] == [_NIXL_GUARD] else message
+        try:
+            room, endpoint, port, decode = (f.decode("ascii") for f in frames[:4])
+            number = None if room == _REGISTRATION else int(room)
+            return cls(number, endpoint, int(port), decode)
+        except ValueError:
+            return None
+
+
+@dataclasses.dataclass
+class PrefillAdmission:
+    """Prefill's `MessageHandler`; the control thread writes, the scheduler reads.
+
+    Args:
+        refused: why decodes are no peers, by agent name or session id.
+        verdicts: why rooms fail whose request is still to come, with the time.
+        opened: rooms that had their request, the latest ones; a verdict that comes
+            after it must not hit a later request of the same number.
+    """
+
+    manager: CommonKVManager
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    verdicts: OrderedDict[int, tuple[str, float]] = dataclasses.field(
+        default_factory=OrderedDict
+    )
+    opened: OrderedDict[int, None] = dataclasses.field(default_factory=OrderedDict)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def admits(self, message: list[bytes]) -> bool:
+        """False for a refusal, and for what a decode that is no peer sends."""
+        kind = message[0]
+        if kind == _ABORT and len(message) > 1:
+            if int(message[1]) not in self.manager.request_status:
+                self.fail_room(int(message[1]), "Aborted by decode before its request")
+            return True
+        if kind == ROOM_REFUSED:
+            self._take_refusal(int(message[1]), message[2])
+            return False
+        envelope = Envelope.read(message)
+        if envelope is None:
+            return True
+        if envelope.room is None:
+            return self._admits_registration(message, envelope.decode)
+        return self._admits_metadata(envelope)
+
+    def on_error(self, message: list[bytes], error: Exception) -> None:
+        """Undo the registration, or fail the room, that raised in upstream's handling."""
+        envelope = Envelope.read(message)
+        if envelope is None:
+            return
+        if envelope.room is None:
+            self.refused[envelope.decode] = (
+                f"[PD-REGISTRATION] registering decode {envelope.decode} failed: {error}"
+            )
+            self._undo_registration(envelope.decode)
+            return
+        self.manager.transfer_infos.pop(envelope.room, None)
+        self._fail_on_both(
+            envelope, f"[PD-METADATA] handling decode's metadata failed: {error}"
+        )
+
+    def _take_refusal(self, room: int, text: bytes) -> None:
+        reason = "refused by decode: " + text.decode("utf-8", errors="replace")
+        log_once(logger.error, f"A decode does not work with this prefill: {reason}")
+        self.fail_room(room, reason)
+
+    def _admits_registration(self, message: list[bytes], decode: str) -> bool:
+        self.refused.pop(decode, None)
+        for reader in registration_readers:
+            reason = reader(self.manager, message)
+            if reason is not None:
+                log_once(logger.error, f"Refusing decode {decode}: {reason}")
+                self.refused[decode] = reason
+                return False
+        return True
+
+    def _admits_metadata(self, envelope: Envelope) -> bool:
+        reason = self.refused.get(envelope.decode)
+        if reason is None:
+            if envelope.decode in self.manager.decode_kv_args_table:
+                return True
+            reason = (
+                f"{NOT_REGISTERED} decode {envelope.decode} is not registered with this "
+                "prefill, which may have been restarted. Send the request again: decode "
+                "registers at its next request."
+            )
+        self._fail_on_both(envelope, reason)
+        return False
+
+    def _fail_on_both(self, envelope: Envelope, reason: str) -> None:
+        """Fail a room on this engine, and tell its decode why.
+
+        Over a socket of its own: upstream keeps one for each address for ever, and a
+        decode that is no peer may be gone.
+        """
+        manager = self.manager
+        self.fail_room(envelope.room, reason)
+        parts = manager._encode_kv_status_message(
+            bootstrap_room=envelope.room, status=KVPoll.Failed, failure_reason=reason
+        )
+        if not manager.kv_status_msg_carries_reason:  # decode reads it all the same
+            parts.append(reason.encode("utf-8"))
+        address = NetworkAddress(envelope.endpoint, envelope.port)
+        with manager._zmq_ctx.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.LINGER, _ANSWER_LINGER_MS)
+            socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
+            socket.connect(address.to_tcp())
+            socket.send_multipart(parts)
+
+    def fail_room(self, room: int, reason: str) -> None:
+        """Fail a room that has its request; keep the verdict for one that has not."""
+        if self._fail_open_room(room, reason):
+            return
+        now = time.monotonic()
+        with self.lock:
+            if room not in self.opened:
+                self.verdicts[room] = (reason, now)
+            while self.verdicts and self._is_over(next(iter(self.verdicts)), now):
+                self.verdicts.popitem(last=False)
+        # The scheduler may have opened it between the two questions.
+        self._fail_open_room(room, reason)
+
+    def _is_over(self, room: int, now: float) -> bool:
+        age_s = now - self.verdicts[room][1]
+        too_many = len(self.verdicts) > _MAX_EARLY_ROOMS
+        return too_many or age_s > self.manager.bootstrap_timeout
+
+    def _fail_open_room(self, room: int, reason: str) -> bool:
+        """False when the room has no request (yet, or any more)."""
+        if room not in self.manager.request_status:
+            return False
+        if self.manager.request_status.get(room) != KVPoll.Success:
+            self.manager.record_failure(room, reason)
+            self.manager.update_status(room, KVPoll.Failed)
+        return True
+
+    def open_room(self, room: int) -> None:
+        """Note that a room has its request now; fail it if its verdict came early."""
+        with self.lock:
+            self.opened[room] = None
+            while len(self.opened) > _MAX_EARLY_ROOMS:
+                self.opened.popitem(last=False)
+            reason, since = self.verdicts.pop(room, (None, 0.0))
+        if reason is not None and (
+            time.monotonic() - since <= self.manager.bootstrap_timeout
+        ):
+            self._fail_open_room(room, reason)
+
+    def _undo_registration(self, decode: str) -> None:
+        """Remove what a registration that raised left behind.
+
+        Only what is there: NIXL's manager has all of these, others the first.
+        """
+        manager = self.manager
+        was_added = manager.decode_kv_args_table.pop(decode, None) is not None
+        for name in ("prep_handles", "prep_handles_slice_dst", "_prepared_state_plans"):
+            getattr(manager, name, {}).pop(decode, None)
+        if was_added and hasattr(manager, "agent"):
+            manager.agent.remove_remote_agent(decode)
+
+
+def adopt_early_verdict(sender: CommonKVSender) -> None:
+    """Fail a new sender whose room decode gave up before the sender existed."""
+    sender.kv_mgr.admission.open_room(sender.bootstrap_room)
+
+
+def fail_chunk(
+    manager: CommonKVManager, chunk: TransferKVChunk | None, error: Exception
+) -> bool:
+    """Fail the room of a transfer chunk that raised; without a chunk, end the engine.
+
+    Takes with it what upstream's worker takes when it is done with a room. Its mark
+    that the room may still be written to stays: no acknowledgment must be sent.
+    """
+    if chunk is None:
+        end_engine(f"A transfer worker is dead: {type(error).__name__}: {error}")
+        return False
+    reason = f"[PD-TRANSFER] sending KV failed: {type(error).__name__}: {error}"
+    shown = error if should_log(f"[PD-TRANSFER] {type(error).__name__}") else None
+    logger.error("Room %s: %s", chunk.room, reason, exc_info=shown)
+    manager.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
+    for name in ("transfer_infos", "req_to_decode_prefix_len", "_staging_outstanding"):
+        getattr(manager, name, {}).pop(chunk.room, None)
+    return True
+
+
+@dataclasses.dataclass
+class DecodeAdmission:
+    """Decode's `MessageHandler`: it works on every message of a prefill."""
+
+    manager: CommonKVManager
+
+    def admits(self, message: list[bytes]) -> bool:
+        room = self._room_without_registration(message)
+        if room is not None:
+            self._register_again(room)
+        return True
+
+    def on_error(self, message: list[bytes], error: Exception) -> None:
+        """Fail the room of a prefill message that raised in upstream's handling."""
+        room = self._room_of(message)
+        if room in self.manager.request_status:
+            reason = f"[PD-STATUS] handling prefill's message failed: {error}"
+            self.manager.record_failure(room, reason)
+            self.manager.update_status(room, KVPoll.Failed)
+
+    def _room_of(self, message: list[bytes]) -> int | None:
+        if message[0] in _KINDS_BEFORE_ROOM:
+            return int(message[1])
+        parsed = self.manager.parse_kv_status_message(message)
+        return None if parsed is None else parsed[0]
+
+    def _room_without_registration(self, message: list[bytes]) -> int | None:
+        """The room of a message by which prefill says that it does not know this decode."""
+        if NOT_REGISTERED.encode() not in message[-1]:
+            return None
+        return self._room_of(message)
+
+    def _register_again(self, room: int) -> None:
+        """Forget the connection to the room's prefill, so that the next one registers."""
+        for address, rooms in list(self.manager.addr_to_rooms_tracker.items()):
+            if room in rooms:
+                with self.manager.connection_lock:
+                    pool = self.manager.connection_pool
+                    for key in [k for k in pool if k.startswith(f"{address}_")]:
+                        del pool[key]

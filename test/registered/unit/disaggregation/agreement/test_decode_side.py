@@ -1,0 +1,358 @@
+"""Which prefill decode works with, and what happens to the requests of another.
+
+Contract: one fetch on first contact, which holds up the scheduler for half a second at
+most and once; a disagreement never raises, fails each request with a reason that names
+both values, and is told to prefill; a refusal is checked again after a second; a prefill
+that was restarted is noticed by the next heartbeat.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+import time
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+from agreement_fixtures import (
+    NATIVE,
+    PLAIN,
+    WithServer,
+    make_decode,
+    wait_for,
+)
+
+from sglang.srt.disaggregation.agreement import decode_side
+from sglang.srt.disaggregation.agreement.decode_side import prefill_description
+from sglang.srt.disaggregation.agreement.description import HEADER, INSTANCE_HEADER
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
+from sglang.srt.disaggregation.common.admission import ROOM_REFUSED
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+
+OTHER_WEIGHTS = {**NATIVE, "draft_weights": "bbbb"}
+
+
+class TestFirstContact(WithServer):
+    def reason(self, decode, room=7):
+        self.assertEqual(self.request(decode, room).poll(), KVPoll.Failed)
+        return decode.failure_records[room]
+
+    def test_a_prefill_that_fits_is_accepted(self):
+        self.prefill()
+        decode = self.decode()
+        self.assertEqual(self.request(decode).poll(), KVPoll.WaitingForInput)
+        self.assertEqual(decode.prefill_info_table[self.addr].target_pp_ranks, [0])
+        self.assertEqual(prefill_description(decode, self.addr)["mode"], "native")
+
+    def test_one_fetch_serves_contact_and_upstreams_checks(self):
+        self.prefill()
+        decode = self.decode()
+        with mock.patch.object(conn.requests, "get", wraps=conn.requests.get) as get:
+            self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+            self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.assertEqual(get.call_count, 1)
+
+    def test_description_is_judged_before_upstreams_checks(self):
+        self.prefill({**NATIVE, "page_size": 64}, page_size=64)
+        reason = self.reason(self.decode())
+        self.assertIn("[PD-PAGE-SIZE]", reason)
+        self.assertIn("prefill has page_size=64, decode has page_size=1", reason)
+
+    def test_what_upstream_raises_is_a_refusal(self):
+        self.prefill()
+        decode = self.decode()
+        decode.dcp_size = 2  # upstream raises: decode DCP needs an MLA pool
+        with self.assertLogs(decode_side.logger, "ERROR"):
+            reason = self.reason(decode)
+        self.assertIn("[PD-UPSTREAM] PD decode DCP requires", reason)
+
+    def test_a_prefill_without_description_is_judged_by_its_topology(self):
+        self.prefill(None, page_size=64)
+        self.assertIn("[PD-PAGE-SIZE]", self.reason(self.decode(PLAIN)))
+
+    def test_a_prefill_without_description_cannot_serve_dspark(self):
+        self.prefill(None)
+        self.assertIn("[PD-UNPATCHED-PREFILL]", self.reason(self.decode()))
+        allowed = self.decode({**NATIVE, "allow_cold_draft": True})
+        self.assertEqual(self.request(allowed).poll(), KVPoll.WaitingForInput)
+        self.assertIsNone(prefill_description(allowed, self.addr))
+
+    def test_topology_shows_when_prefill_reserves_decodes_kv(self):
+        """Upstream itself fails each request and leaves prefill waiting."""
+        info = PrefillServerInfo(1, 1, 1, 1, None, None, True)
+        if not hasattr(info, "decode_allocation_policy"):
+            self.skipTest("this release has one policy")
+        info.decode_allocation_policy = "prefill_complete"
+        decode = self.decode({**PLAIN, "allocation_policy": "early"})
+        contact = decode_side.Contact()
+        peers = decode_side.peers_of(decode)
+        peers[self.addr] = decode_side.PrefillPeer(contact=contact)
+        answer = SimpleNamespace(headers={})
+        self.assertTrue(decode_side.disagrees(decode, self.addr, info, answer))
+        self.assertIn("[PD-ALLOCATION]", contact.reason)
+
+    def test_cold_draft_is_refused_with_three_ways_out(self):
+        self.prefill(PLAIN)
+        reason = self.reason(self.decode())
+        for way in (
+            "--speculative-algorithm DSPARK",
+            "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1",
+            "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT=1",
+        ):
+            self.assertIn(way, reason)
+
+    def test_an_accepted_warning_is_logged_once(self):
+        self.prefill(PLAIN)
+        decode = self.decode({**NATIVE, "allow_cold_draft": True})
+        with self.assertLogs(decode_side.logger, "WARNING") as logs:
+            for _ in range(3):
+                decode.prefill_info_table.clear()
+                self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.assertEqual(sum("COLD-DRAFT-ALLOWED" in line for line in logs.output), 1)
+
+    def test_an_engine_without_description_behaves_as_upstream(self):
+        self.prefill(None, page_size=64)
+        with self.assertRaisesRegex(RuntimeError, "Page size mismatch"):
+            self.decode(None).try_ensure_parallel_info(self.addr)
+
+    def test_a_prefill_that_is_down_is_asked_again(self):
+        decode = self.decode()
+        self.assertFalse(decode.try_ensure_parallel_info(self.addr))
+        self.prefill()
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+
+
+class TestRefusal(WithServer):
+    def test_request_fails_with_both_values(self):
+        prefill, decode = self.prefill(OTHER_WEIGHTS), self.decode()
+        self.assertEqual(self.request(decode).poll(), KVPoll.Failed)
+        reason = decode.failure_records[7]
+        self.assertIn("[PD-DRAFT-WEIGHTS]", reason)
+        self.assertIn("draft_weights=bbbb", reason)
+        self.assertIn("draft_weights=aaaa", reason)
+        self.assertEqual(decode.connection_pool, {}, "registered with a refused one")
+        self.assertEqual(self.told(prefill), [ROOM_REFUSED, b"7", reason.encode()])
+
+    def test_every_rank_of_prefill_is_told(self):
+        ranks = [
+            self.prefill(OTHER_WEIGHTS, pp_rank=rank, pp_size=2) for rank in range(2)
+        ]
+        decode = self.decode()
+        self.request(decode)
+        for rank in ranks:
+            self.assertEqual(self.told(rank)[:2], [ROOM_REFUSED, b"7"])
+
+    def test_a_prefill_without_description_gets_an_abort(self):
+        prefill, decode = self.prefill(None), self.decode()
+        self.request(decode)
+        self.assertEqual(self.told(prefill), [b"ABORT", b"7"])
+
+    def test_prefill_is_told_of_each_request_once(self):
+        prefill, decode = self.prefill(OTHER_WEIGHTS), self.decode()
+        for room in (1, 2):
+            self.request(decode, room)
+        rooms = [self.told(prefill)[1] for _ in range(2)]
+        self.assertEqual(sorted(rooms), [b"1", b"2"])
+        self.assertFalse(prefill.control.poll(200))
+
+    def test_a_prefill_that_cannot_be_told_is_logged(self):
+        self.prefill(OTHER_WEIGHTS)
+        decode = self.decode()
+        self.assertTrue(decode.try_ensure_parallel_info(self.addr))
+        self.server.close()
+        with self.assertLogs(decode_side.logger, "WARNING") as logs:
+            self.request(decode)
+            self.assertTrue(wait_for(lambda: "was not told" in "".join(logs.output)))
+
+    def test_prefill_started_with_other_flags_is_served_by_the_same_decode(self):
+        self.prefill(OTHER_WEIGHTS)
+        decode = self.decode()
+        self.assertEqual(self.request(decode, 1).poll(), KVPoll.Failed)
+        self.restart_server()
+        self.prefill()
+        time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
+        self.assertEqual(self.request(decode, 2).poll(), KVPoll.WaitingForInput)
+
+    def test_an_old_refusal_of_a_prefill_that_is_down_is_dropped(self):
+        self.prefill(OTHER_WEIGHTS)
+        decode = self.decode()
+        self.request(decode)
+        self.server.close()
+        time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
+        self.assertFalse(decode.try_ensure_parallel_info(self.addr))
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    """Answers any question with `body` and `header`, once `gate` is open."""
+
+    body, header = b"", None
+    gate = threading.Event()
+
+    def do_GET(self):
+        self.gate.wait(10)
+        self.send_response(200)
+        if self.header is not None:
+            self.send_header(HEADER, self.header)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *args):
+        pass
+
+
+class TestOddPrefills(CustomTestCase):
+    """Answers that are late, broken or none must not reach the scheduler."""
+
+    def setUp(self):
+        self.decode = make_decode(NATIVE)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.addCleanup(self.gate.set)
+
+    def serve(self, body: bytes, header: str | None = None) -> str:
+        answers = {"body": body, "header": header, "gate": self.gate}
+        handler = type("Answer", (_Answer,), answers)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return f"127.0.0.1:{server.server_port}"
+
+    def topology(self) -> bytes:
+        sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+        rest = {"page_size": 1, "kv_cache_dtype": "auto", "follow_bootstrap_room": True}
+        return json.dumps(sizes | rest).encode()
+
+    def asked(self, address):
+        """(answer, seconds that the scheduler waited)"""
+        began = time.monotonic()
+        ready = self.decode.try_ensure_parallel_info(address)
+        return ready, time.monotonic() - began
+
+    def test_an_answer_that_is_no_topology_is_not_ready(self):
+        for body in (b"[]", b"null", b"{}", b"", b'{"attn_tp_size": []}'):
+            with self.subTest(body):
+                self.assertFalse(self.asked(self.serve(body))[0])
+        self.assertEqual(self.decode.prefill_info_table, {})
+
+    def test_a_header_that_cannot_be_read_counts_as_none(self):
+        for header in ("[]", "null", "{", "[" * 9000):
+            address = self.serve(self.topology(), header)
+            with self.subTest(header[:20]):
+                with self.assertLogs(decode_side.logger, "ERROR") as logs:
+                    self.assertTrue(self.asked(address)[0])
+                self.assertIn("[PD-UNPATCHED-PREFILL]", "".join(logs.output))
+
+    def test_values_of_a_wrong_type_are_refused(self):
+        for change in ({"aux": 3}, {"tp": {}}, {"dspark": 1, "mode": "tail"}):
+            header = json.dumps({**NATIVE, "tp": 2, **change})
+            address = self.serve(self.topology(), header)
+            with self.subTest(change):
+                self.assertTrue(self.asked(address)[0])
+                refusal = decode_side.peers_of(self.decode)[address].refusal
+                self.assertIsNotNone(refusal)
+
+    def test_first_contact_holds_the_scheduler_once(self):
+        self.gate.clear()
+        address = self.serve(self.topology(), json.dumps(NATIVE))
+        waits = [self.asked(address) for _ in range(5)]
+        self.assertEqual([ready for ready, _ in waits], [False] * 5)
+        self.assertLess(sum(seconds for _, seconds in waits), 1.5)
+        self.gate.set()
+        self.assertTrue(wait_for(lambda: self.asked(address)[0]), "answered late")
+        self.asked(address)
+        self.assertEqual(prefill_description(self.decode, address), NATIVE)
+
+    def test_an_address_that_never_answers_is_waited_for_once(self):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.addCleanup(listener.close)
+        address = "127.0.0.1:%d" % listener.getsockname()[1]
+        get = conn.requests.get
+        with mock.patch.object(
+            conn.requests, "get", lambda url, timeout: get(url, timeout=0.6)
+        ):
+            began = time.monotonic()
+            waited = [self.asked(address)[1] for _ in range(2)]
+            while time.monotonic() - began < 2.0:  # some fetches fail meanwhile
+                waited.append(self.asked(address)[1])
+                time.sleep(0.1)
+        self.assertLess(max(waited[1:]), 0.3)
+        self.assertLess(waited[0], 1.0)
+
+    def test_a_refusal_stands_while_prefill_is_slow_to_answer_again(self):
+        address = self.serve(self.topology(), json.dumps(OTHER_WEIGHTS))
+        self.assertTrue(self.asked(address)[0])
+        self.gate.clear()
+        time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
+        for _ in range(3):
+            self.assertTrue(self.asked(address)[0])
+            receiver = mock.MagicMock(kv_mgr=self.decode, bootstrap_addr=address)
+            self.assertTrue(decode_side.refuse_request(receiver, 0))
+
+
+class TestRestart(WithServer):
+    """A prefill that comes back on its address before a heartbeat misses it."""
+
+    def setUp(self):
+        super().setUp()
+        self.prefill()
+        self.client = self.decode()
+        self.assertEqual(self.request(self.client, 1).poll(), KVPoll.WaitingForInput)
+
+    def is_known(self):
+        return self.addr in self.client.prefill_info_table
+
+    def test_next_heartbeat_notices_a_restarted_prefill(self):
+        self.client._start_heartbeat_checker_thread()
+        time.sleep(0.3)
+        self.assertEqual(self.client.failure_records, {}, "the same one is left alone")
+        self.client.max_failures = 1 << 30  # only another instance is noticed now
+        self.restart_server()
+        self.assertTrue(wait_for(lambda: 1 in self.client.failure_records))
+        self.assertIn("Lost connection", self.client.failure_records[1])
+        self.assertEqual(self.client.check_status(1), KVPoll.Failed)
+        self.assertFalse(self.is_known())
+        self.assertEqual(self.client.connection_pool, {}, "the old ports are kept")
+        self.prefill(OTHER_WEIGHTS)
+        self.assertEqual(self.request(self.client, 2).poll(), KVPoll.Failed)
+        self.assertIn("[PD-DRAFT-WEIGHTS]", self.client.failure_records[2])
+
+    def test_new_prefill_is_kept_after_a_restart(self):
+        self.restart_server()
+        self.prefill()
+        self.heartbeat()
+        self.assertFalse(self.is_known())
+        self.assertEqual(self.request(self.client, 2).poll(), KVPoll.WaitingForInput)
+        self.heartbeat()
+        self.assertTrue(self.is_known())
+
+    def heartbeat(self):
+        answer = conn.requests.get(f"http://{self.addr}/health", timeout=5)
+        self.assertIn(INSTANCE_HEADER, answer.headers)
+        decode_side.compare_instance(self.client, self.addr, answer)
+
+    def test_a_health_answer_without_instance_says_nothing(self):
+        silent = SimpleNamespace(headers={})
+        decode_side.compare_instance(self.client, self.addr, silent)
+        self.assertTrue(self.is_known())
+
+    def test_a_prefill_without_description_is_left_to_upstream(self):
+        self.restart_server()
+        self.prefill(None)
+        self.client = self.decode(PLAIN)
+        self.request(self.client, 1)
+        self.heartbeat()
+        self.assertTrue(self.is_known())
+
+
+if __name__ == "__main__":
+    unittest.main()
