@@ -209,7 +209,7 @@ class TestLoops(ThreadCase):
         bad[5] = b"abc"  # not a whole number of indices
         guard = 0 if manager.kv_status_msg_tag else 1  # Mooncake has no first frame
         self.wire.send(*bad[guard:])
-        self.wire.send(b"ABORT", b"2")
+        self.wire.send(b"ABORT", b"2", b"127.0.0.1", str(self.wire.port).encode())
         self.assertTrue(self.fails(1, "[PD-METADATA]"))
         self.assertTrue(self.fails(2))
 
@@ -394,10 +394,12 @@ class TestDeath(CustomTestCase):
     def test_the_reason_is_in_the_log(self):
         with (
             mock.patch.object(control_threads.os, "kill") as kill,
+            mock.patch.object(control_threads.os, "_exit") as leave,
             self.assertLogs(control_threads.logger, "CRITICAL") as logs,
         ):
             real_end_engine("Control thread 'x' is dead: it broke")
         kill.assert_called_once_with(os.getppid(), signal.SIGQUIT)
+        leave.assert_called_once_with(1)
         self.assertIn("'x' is dead: it broke", logs.output[0])
 
 
