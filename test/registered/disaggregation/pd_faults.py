@@ -177,7 +177,7 @@ def _hostile(dice: random.Random, number: int) -> list[bytes]:
             b"1",
         ],
         [b"ABORT", room, b"127.0.0.1", port],
-        [b"PEER_REFUSED", room, b"why"],
+        [b"ROOM_REFUSED", room, b"why"],
         [dice.randbytes(dice.randrange(40)) for _ in range(dice.randrange(1, 26))],
         [b"STAGING_RSP", room],
         [b"WATERMARK"],

@@ -2,7 +2,7 @@
 
 Equal output is necessary and proves little: verification repairs every wrong draft, so
 text is the same with garbage in the draft's KV. The number of verify passes of each
-request is what changes when the draft lacks a row of its context.
+request is what changes when the draft lacks part of its context.
 """
 
 from __future__ import annotations

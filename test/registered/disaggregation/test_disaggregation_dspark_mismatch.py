@@ -63,7 +63,7 @@ def shared(bed: Bed, tmp_path_factory) -> Iterator[Shared]:
     trees = {
         "stock": tree_with(folder / "stock", "cpu"),
         "no layer ids": tree_with(
-            folder / "partial", "native", "robustness", "handshake", "cpu"
+            folder / "partial", "native", "robustness", "agreement", "cpu"
         ),
     }
     prefill, decode = bed.start([spec("good-p", "prefill"), spec("good-d", "decode")])
