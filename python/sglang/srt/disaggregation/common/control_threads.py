@@ -155,7 +155,10 @@ def _hand_to_handler(error: Exception) -> None:
 
 def stopping(manager: CommonKVManager) -> bool:
     """True while the manager is torn down on purpose, as for a switch of its role."""
-    return bool(getattr(manager, "_stopped", False))
+    shutdown = getattr(manager, "_heartbeat_shutdown", None)
+    return bool(getattr(manager, "_stopped", False)) or (
+        shutdown is not None and shutdown.is_set()
+    )
 
 
 def end_engine(reason: str, *, in_front_end: bool = False) -> None:

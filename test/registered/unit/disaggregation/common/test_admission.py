@@ -180,6 +180,13 @@ class TestNixlPrefill(ThreadCase):
             self.assertTrue(self.fails(2))
         self.assertEqual(len(logs.output), 1)
 
+    def test_messages_of_another_kind_or_backend_are_upstreams_to_judge(self):
+        guarded = [b"MoriMsgGuard", *nixl_metadata(1, 1, "a Mori decode")[1:]]
+        for frames in ([b"WATERMARK", b"1"], [b"STAGING_RSP", b"1"], guarded):
+            with self.subTest(frames[0]):
+                self.assertTrue(self.manager.admission.admits(frames))
+        self.assertEqual(self.manager.request_status, {})
+
     def test_hostile_frames_cost_only_themselves(self):
         """Frames of every kind, most of them almost right."""
         dice = random.Random(7)

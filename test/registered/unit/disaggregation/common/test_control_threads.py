@@ -282,11 +282,14 @@ class TestHeartbeat(CustomTestCase):
             record(room, reason)
 
         manager.record_failure = break_on_room_1
+        ended.clear()
         manager._start_heartbeat_checker_thread()
         failed = wait_for(lambda: manager.request_status[2] == KVPoll.Failed)
         manager._heartbeat_shutdown.set()
         self.assertTrue(failed, "the second prefill was never missed")
         self.assertEqual(manager.prefill_info_table, {})
+        time.sleep(0.1)
+        self.assertEqual(ended, [], "a teardown ends no engine")
 
 
 # -- what ends an engine, in real processes ---------------------------------------------
