@@ -44,7 +44,7 @@ def _row(rule: Any, prose: Prose) -> tuple[object, ...]:
 
 def runtime_codes(table: Table, prose: Prose) -> str:
     """Codes of errors that are not rows."""
-    codes = load("codes").RUNTIME_CODES
+    codes = load("rules").RUNTIME_CODES
     rows: list[tuple[object, ...]] = [
         (f"`{c.code}`", c.where, prose(c.meaning), prose(c.fix)) for c in codes
     ]

@@ -54,7 +54,7 @@ def test_described_arguments_with_environment(bench: Bench) -> None:
 
 
 def test_a_saved_server_info_says_what_the_engine_said(bench: Bench) -> None:
-    told = {"version": 1, "mode": "native", "page_size": 64}
+    told = {"version": 2, "mode": "native", "page_size": 64}
     info = {"page_size": 1, "version": "0.5.23", "tp_size": 1}
     states = [{"peer_description": told}]
     path = bench.file("info.json", json.dumps({**info, "internal_states": states}))
@@ -479,5 +479,5 @@ def test_neither_torch_nor_sglang_is_imported(bench: Bench) -> None:
 
 def test_the_table_is_the_overlays_own_file() -> None:
     rules = load("rules")
-    expected = REPOSITORY / "python/sglang/srt/disaggregation/common"
+    expected = REPOSITORY / "python/sglang/srt/disaggregation/agreement"
     assert Path(rules.__file__).parent == expected

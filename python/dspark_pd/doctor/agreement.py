@@ -17,12 +17,7 @@ from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
 from dspark_pd.patchset.patch_set import default_overlay
 
 _PACKAGE: Final = "dspark_pd_agreement"
-_FOLDER: Final = "srt/disaggregation/common"
-_MODULES: Final = {
-    "rules": "peer_agreement_rules",
-    "description": "peer_description",
-    "codes": "peer_agreement_codes",
-}
+_FOLDER: Final = "srt/disaggregation/agreement"
 _SEVERITIES: Final = {"refuse": ERROR, "warn": WARNING, "note": NOTE}
 
 
@@ -32,7 +27,7 @@ def load(module: str) -> Any:
         package = types.ModuleType(_PACKAGE)
         package.__path__ = [str(default_overlay() / _FOLDER)]
         sys.modules[_PACKAGE] = package
-    return importlib.import_module(f"{_PACKAGE}.{_MODULES[module]}")
+    return importlib.import_module(f"{_PACKAGE}.{module}")
 
 
 def load_file(path: Path) -> Any:
@@ -79,7 +74,7 @@ def _decide(prefill: Engine, decode: Engine) -> list[Any]:
 
 
 def _malformed(error: Exception) -> Finding:
-    (code,) = (c for c in load("codes").RUNTIME_CODES if c.code == "PD-MALFORMED")
+    (code,) = (c for c in load("rules").RUNTIME_CODES if c.code == "PD-MALFORMED")
     detail = f"{type(error).__name__}: {error}"
     leads_to = "the engines would refuse each other"
     return Finding(code.code, ERROR, f"{code.meaning}: {detail}", leads_to, code.fix)

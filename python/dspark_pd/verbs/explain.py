@@ -60,7 +60,7 @@ def _rules() -> Iterator[Entry]:
         says = {"compares": rule.about, "says": rule.says, "leads to": rule.leads_to}
         head = f"{severity_of(rule)}, from comparing the two engines"
         yield rule.code, _lines(rule.code, head, {**says, "fix": rule.fix})
-    for code in load("codes").RUNTIME_CODES:
+    for code in load("rules").RUNTIME_CODES:
         says = {"raised by": code.where, "means": code.meaning, "fix": code.fix}
         yield code.code, _lines(code.code, "raised while engines run", says)
 
