@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_pd.bed import zygote
-from dspark_pd.bed.zygote import Forked, Zygote
+from dspark_pd.bed.zygote import Forked, Zygote, zygote_for
 
 pytestmark = pytest.mark.unit
 
@@ -27,6 +26,7 @@ if sys.argv[1] == "wait":
     time.sleep(60)
 raise SystemExit(int(sys.argv[2]))
 """
+SERVER_ARGV = [sys.executable, "-m", "server"]
 READS_AT_IMPORT = "import os\nos.environ.get('READ')\n'ASKED' in os.environ\n"
 
 
@@ -68,7 +68,7 @@ def test_a_fork_is_like_a_program_of_its_own(
 
     wanted = {**environ, "NEW": "2"}
     del wanted["GONE"]
-    server = mother.fork("server", ["end", "5"], wanted, log)
+    server = mother.fork([*SERVER_ARGV, "end", "5"], wanted, log)
     assert server is not None
     assert ended(server) == 5
     told = json.loads(Path(environ["REPORT"]).read_text())
@@ -83,14 +83,16 @@ def test_a_fork_is_like_a_program_of_its_own(
 def test_what_was_read_already_is_not_changed_in_a_fork(
     mother: Zygote, environ: dict[str, str], log: Path, name: str
 ) -> None:
-    assert mother.fork("server", ["end", "0"], {**environ, name: "other"}, log) is None
+    assert (
+        mother.fork([*SERVER_ARGV, "end", "0"], {**environ, name: "other"}, log) is None
+    )
     assert name in log.read_text()
 
 
 def test_a_fork_can_be_ended(
     mother: Zygote, environ: dict[str, str], log: Path
 ) -> None:
-    server = mother.fork("server", ["wait"], environ, log)
+    server = mother.fork([*SERVER_ARGV, "wait"], environ, log)
     assert server is not None and server.poll() is None
     server.terminate()
     assert ended(server) == -signal.SIGTERM
@@ -99,12 +101,12 @@ def test_a_fork_can_be_ended(
 def test_a_fork_outlives_its_zygote_and_its_end_is_noticed(
     mother: Zygote, environ: dict[str, str], log: Path
 ) -> None:
-    server = mother.fork("server", ["wait"], environ, log)
+    server = mother.fork([*SERVER_ARGV, "wait"], environ, log)
     assert server is not None
     mother._process.kill()
     mother._process.wait(10)
     assert server.poll() is None
-    assert mother.fork("server", ["end", "0"], environ, log) is None
+    assert mother.fork([*SERVER_ARGV, "end", "0"], environ, log) is None
     os.kill(server.pid, signal.SIGKILL)
     assert ended(server) == -signal.SIGKILL
 
@@ -114,5 +116,10 @@ def test_a_zygote_that_cannot_import_is_not_used(environ: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("argv", [["python", "server.py"], ["python", "-m", "json"]])
-def test_other_programs_start_the_usual_way(argv: list[str], log: Path) -> None:
-    assert zygote.start(argv, {}, log) is None
+def test_other_programs_start_the_usual_way(argv: list[str]) -> None:
+    assert zygote_for(argv) is None
+
+
+def test_the_zygote_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPARK_PD_ZYGOTE", "0")
+    assert zygote_for([sys.executable, "-m", "sglang.launch_server"]) is None

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from dspark_pd.bed import zygote
+from dspark_pd.bed.zygote import Forked, zygote_for
 
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 10.0
@@ -135,7 +135,7 @@ class Process:
         self.env = dict(env)
         self.log = log
         self._owner = 0
-        self._child: subprocess.Popen[bytes] | zygote.Forked | None = None
+        self._child: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -145,14 +145,15 @@ class Process:
         return self._child.pid
 
     def start(self) -> None:
-        """Start the child; returns at once."""
+        """Start the child; returns at once, once there is a zygote."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        # Before the signals are held back: it may have to import for seconds.
+        mother = zygote_for(self.argv)
         with self.log.open("ab") as out, _interrupts_deferred():
             out.write(f"$ {' '.join(self.argv)}\n".encode())
             out.flush()
-            self._child = zygote.start(self.argv, self.env, self.log) or self._spawn(
-                out
-            )
+            forked = mother and mother.fork(self.argv, self.env, self.log)
+            self._child = forked or self._spawn(out)
             self._owner = os.getpid()
             _running.add(self)
             _reaper.tell("+", self.pid)

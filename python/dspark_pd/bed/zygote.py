@@ -1,8 +1,8 @@
 """Servers forked from one process that has imported SGLang already.
 
 Importing SGLang costs seven seconds of a core; a test run starts dozens of engines.
-Life cycle: the first :func:`start` of a known module starts the zygote and waits for
-its import; each start then takes milliseconds. The zygote ends with this process.
+Life cycle: the first :func:`zygote_for` a known module starts the zygote and waits for
+its import; each :meth:`Zygote.fork` then takes milliseconds. The zygote ends with this process.
 Whatever it cannot do (another interpreter, another SGLang, an environment that SGLang
 has already read), it leaves to the caller, and so does a zygote that failed.
 
@@ -101,10 +101,13 @@ class Zygote:
         return answer
 
     def fork(
-        self, module: str, argv: Sequence[str], environ: Mapping[str, str], log: Path
+        self, argv: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> Forked | None:
-        """Run a module in a fork, its output appended to `log`, which exists."""
-        order = {"module": module, "argv": list(argv), "environ": dict(environ)}
+        """Run `PYTHON -m MODULE ...`, its output appended to `log`, which exists.
+
+        None where it must start the usual way.
+        """
+        order = {"module": argv[2], "argv": argv[3:], "environ": dict(environ)}
         answer = self.ask({**order, "log": str(log)})
         if answer is None:
             return None
@@ -119,8 +122,11 @@ class Zygote:
 _zygotes: dict[tuple[int, str], Zygote] = {}
 
 
-def start(argv: Sequence[str], environ: Mapping[str, str], log: Path) -> Forked | None:
-    """Fork the server of this command line; None where it must start the usual way."""
+def zygote_for(argv: Sequence[str]) -> Zygote | None:
+    """The zygote that can fork the server of this command line; None without one.
+
+    Waits for its import the first time.
+    """
     if os.environ.get("DSPARK_PD_ZYGOTE") == "0":
         return None
     if len(argv) < 3 or argv[1] != "-m" or argv[2] not in _SERVERS:
@@ -128,6 +134,4 @@ def start(argv: Sequence[str], environ: Mapping[str, str], log: Path) -> Forked 
     key = os.getpid(), argv[0]
     if key not in _zygotes:
         _zygotes[key] = Zygote(argv[0], _PRELOAD, base_environment())
-    if not _zygotes[key].works:
-        return None
-    return _zygotes[key].fork(argv[2], argv[3:], environ, log)
+    return _zygotes[key] if _zygotes[key].works else None
