@@ -119,7 +119,7 @@ def _tail_mode(pp: int, prefill: str) -> Mode:
     return Mode(
         f"pd-tail-pp{pp}",
         "pd-tail",
-        f"prefill without a draft, {pp} stage{'s' if pp > 1 else ''} + decode, rows move",
+        f"prefill without a draft, {pp} stage{'s' if pp > 1 else ''} + decode, hidden states move",
         (prefill, "tail-decode"),
         reference="unified-sliding",
         pp=pp,
