@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -171,9 +172,11 @@ class Bed:
         ``/health`` makes a token, which takes seconds on a busy machine, so one miss
         does not count.
         """
-        for server in self.servers:
-            if not any(server.healthy() for _ in range(_HEALTH_TRIES)):
-                raise diagnosis.failure(server, "is not healthy")
+        sick = list(self.servers)
+        for _ in range(_HEALTH_TRIES):
+            sick = unhealthy(sick)
+        for server in sick:
+            raise diagnosis.failure(server, "is not healthy")
 
     def _unique(self, spec: Spec) -> Spec:
         # A restarted engine gets a log of its own.
@@ -198,9 +201,10 @@ class Bed:
             for server in list(waiting):
                 if server.poll() is not None:
                     raise diagnosis.failure(server, "ended while it started")
-                if server.healthy():
-                    waiting.remove(server)
-                    self._say(f"{server.name}: ready after {_since(began)}")
+            not_yet = unhealthy(waiting)
+            for server in [s for s in waiting if s not in not_yet]:
+                self._say(f"{server.name}: ready after {_since(began)}")
+            waiting = not_yet
             now = time.monotonic()
             if waiting and now - began > self._limit_s:
                 raise diagnosis.failure(
@@ -211,6 +215,16 @@ class Bed:
                 names = ", ".join(server.name for server in waiting)
                 self._say(f"waiting for {names} ({_since(began)})")
             time.sleep(_POLL_S)
+
+
+def unhealthy(servers: Sequence[Server]) -> list[Server]:
+    """Those that do not answer `/health`.
+
+    All are asked at once: an engine makes a token first, and looks for it once a second.
+    """
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:
+        answers = list(pool.map(lambda server: server.healthy(), servers))
+    return [server for server, ok in zip(servers, answers, strict=True) if not ok]
 
 
 def _port(asked: int | None, owner: str) -> int:

@@ -24,8 +24,9 @@ from dspark_pd.bed.zygote import Forked, zygote_for
 
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 10.0
-# SGLang looks at a SIGTERM every 5 s; nothing of ours is worth waiting that long for.
-_GRACE_S = 1.5
+# SGLang looks at a SIGTERM every 5 s, and a router drains for seconds; nothing of ours is
+# worth waiting that long for. What ends at once needs no more than this.
+_GRACE_S = 0.5
 
 
 class _Reaper:
