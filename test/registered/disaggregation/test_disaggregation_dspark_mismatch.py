@@ -40,9 +40,9 @@ LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 # Decode's default: SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.
 HEARTBEAT_S = 5.0
 OBSERVED: dict[str, tuple[Answer, Diagnosis]] = {}
-# An engine without the set is known to the doctor by its arguments, to its peer by the
-# memory it registers.
-DOCTOR_SAYS = {"PD-UNPATCHED-DECODE-NO-DRAFT": "PD-DRAFT-ONLY-ON-PREFILL"}
+# A decode without the set judges nothing: the doctor knows it by its arguments, prefill by
+# the memory it registers.
+DOCTOR_SAYS = {"PD-REGISTRATION": "PD-DRAFT-ONLY-ON-PREFILL"}
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,12 @@ class TestWithoutThisSet:
         case = "mismatch: stock decode with DSPARK, works"
         answer = observe(shared, case, shared.prefill, others["stock-d"])
         assert answer.served, answer.body
-        assert "[PD-UNPATCHED-DECODE]" in shared.prefill.log_text()
 
     def test_mismatch_stock_decode_without_draft(self, shared: Shared, others) -> None:
         decode, case = others["stock-plain-d"], "mismatch: stock decode without DSPARK"
         answer = observe(shared, case, shared.prefill, decode)
-        assert_refused(shared, case, answer, "PD-UNPATCHED-DECODE-NO-DRAFT", decode)
+        assert_refused(shared, case, answer, "PD-REGISTRATION", decode)
+        assert "fewer KV regions (8) than prefill (12)" in answer.body
 
     def test_mismatch_stock_prefill(self, shared: Shared, others) -> None:
         """It cannot say what it runs."""
