@@ -83,10 +83,13 @@ class Zygote:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._orders, self._answers = self._process.stdin, self._process.stdout
-        began = select.select([self._answers], [], [], _START_TIMEOUT_S)[0]
-        self.works = bool(began) and self._answers.readline() == b"ready\n"
-        if not self.works:
-            self._process.kill()
+        self.works = False
+        try:
+            began = select.select([self._answers], [], [], _START_TIMEOUT_S)[0]
+            self.works = bool(began) and self._answers.readline() == b"ready\n"
+        finally:
+            if not self.works:
+                self._process.kill()
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer to an order; None once the zygote has failed."""
