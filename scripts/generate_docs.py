@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from packaging.version import Version
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
@@ -34,8 +36,7 @@ from dspark_pd.patchset.patch_set import load_patch_set  # noqa: E402
 DOCS = ROOT / "docs_new" / "docs"
 OWN_PARSERS = ("demo", "describe", "doctor", "explain", "export")
 OWN_OPTIONS = ("explain", "export", "describe", "doctor")
-BEGIN = "{{/* generated: {name} */}}"
-END = "{/* end of generated part */}"
+COMMENTS = {".mdx": ("{/* ", " */}"), ".md": ("<!-- ", " -->")}
 
 
 def main() -> int:
@@ -48,9 +49,10 @@ def main() -> int:
         text = path.read_text(encoding="utf-8")
         fresh = text
         for name in names:
-            fresh = replace_part(fresh, name, PARTS_BY_NAME[name]())
+            comment = COMMENTS[path.suffix]
+            fresh = replace_part(fresh, name, PARTS_BY_NAME[name](), comment)
         if fresh != text:
-            stale.append(path.relative_to(ROOT))
+            stale.append(path.resolve().relative_to(ROOT))
             if not check:
                 path.write_text(fresh, encoding="utf-8")
     for path in stale:
@@ -58,13 +60,14 @@ def main() -> int:
     return 1 if stale and check else 0
 
 
-def replace_part(text: str, name: str, body: str) -> str:
-    begin = BEGIN.format(name=name)
+def replace_part(text: str, name: str, body: str, comment: tuple[str, str]) -> str:
+    begin = f"generated: {name}".join(comment)
+    end = "end of generated part".join(comment)
     head, found, rest = text.partition(begin)
-    _, ended, tail = rest.partition(END)
+    _, ended, tail = rest.partition(end)
     if not found or not ended:
         raise SystemExit(f"no place for the generated part {name!r}")
-    return f"{head}{begin}\n\n{body.strip()}\n\n{END}{tail}"
+    return f"{head}{begin}\n\n{body.strip()}\n\n{end}{tail}"
 
 
 def table(header: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
@@ -84,6 +87,29 @@ def prose(text: str) -> str:
 
 def code(text: object) -> str:
     return f"`{text}`"
+
+
+def set_size() -> str:
+    """What the newest release gets: the goldens hold every line that is inserted."""
+    patch_set = load_patch_set()
+    newest = Version(str(patch_set.releases[-1]))
+    golden = ROOT / "test" / "dspark_pd" / "golden" / str(newest)
+    rendered = [path.read_text() for path in golden.rglob("*.txt")]
+    inserted = sum(text.count("\n    |") for text in rendered)
+    modules = [m for m in patch_set.modules if m.serves(newest)]
+    lines = sum(
+        len((patch_set.overlay / m.path).read_bytes().splitlines()) for m in modules
+    )
+    hunks = [hunk for hunk in patch_set.hunks if hunk.serves(newest)]
+    files = len({hunk.target for hunk in hunks})
+    decided = sum(hunk.drop_when[0] in DECIDABLE for hunk in hunks)
+    return (
+        f"{newest}: {len(modules)} new modules ({lines:,} lines) and {len(hunks)} hunks "
+        f"({inserted} lines) in {files} of SGLang's files; nothing is deleted.\n\n"
+        "When it goes away: hunk by hunk. Each names the condition that ends it. "
+        f"{decided} are decided by `dspark-pd status`, which then says *not needed*; for "
+        f"{len(hunks) - decided} the condition is a public thread to look at."
+    )
 
 
 def hunk_counts() -> str:
@@ -268,6 +294,7 @@ def tail_measurements() -> str:
 
 
 PARTS_BY_NAME: dict[str, Callable[[], str]] = {
+    "size of the set": set_size,
     "counts": hunk_counts,
     "files": file_table,
     "register": hunk_register,
@@ -282,6 +309,7 @@ PARTS_BY_NAME: dict[str, Callable[[], str]] = {
     "doctor rows": lambda: agreement_tables.doctor_rows(table, prose),
 }
 PAGES = {
+    "../../README.md": ("size of the set",),
     "advanced_features/dspark_pd_agreement.mdx": (
         "agreement",
         "runtime codes",
