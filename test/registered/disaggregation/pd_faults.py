@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
 import signal
+import socket
 import struct
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -87,15 +88,12 @@ def kill_thread(folder: Path, function: str) -> None:
     assert wait_until(lambda: not order.exists(), 10) is not None, "no such thread"
 
 
-def health(engine: Engine) -> tuple[int, str]:
-    """Status and text of ``/health``; 0 when nobody answers."""
-    try:
-        with _opener.open(f"{engine.url}/health", timeout=10) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-    except OSError as error:
-        return 0, repr(error)
+def is_gone(engine: Engine) -> bool:
+    """Whether none of an engine's processes lives and its port refuses."""
+    if engine.alive() or engine.pids():
+        return False
+    with socket.socket() as probe:
+        return probe.connect_ex((engine.host, engine.port)) == errno.ECONNREFUSED
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:
@@ -177,7 +175,7 @@ def _hostile(dice: random.Random, number: int) -> list[bytes]:
             b"1",
         ],
         [b"ABORT", room, b"127.0.0.1", port],
-        [b"PEER_REFUSED", room, b"why"],
+        [b"ROOM_REFUSED", room, b"why"],
         [dice.randbytes(dice.randrange(40)) for _ in range(dice.randrange(1, 26))],
         [b"STAGING_RSP", room],
         [b"WATERMARK"],

@@ -299,6 +299,8 @@ class DecodeAdmission:
 
     def _room_without_registration(self, message: list[bytes]) -> int | None:
         """The room of a message by which prefill says that it does not know this decode."""
+        if message[0] in _KINDS_BEFORE_ROOM:
+            return None
         if NOT_REGISTERED.encode() not in message[-1]:
             return None
         return self._room_of(message)

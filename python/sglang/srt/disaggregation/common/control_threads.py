@@ -131,7 +131,9 @@ def _run_with_restarts(
             torn_down = isinstance(error, zmq.ContextTerminated) or sys.is_finalizing()
             if torn_down or stopping(manager):
                 return None
-            _log_error(loop.__name__, error)
+            if should_log(loop.__name__):
+                text = "Error in control thread '%s', which goes on"
+                logger.error(text, loop.__name__, exc_info=error)
             if _in_flight.message is not None:
                 quick_failures = 0
                 _hand_to_handler(error)
@@ -144,11 +146,6 @@ def _run_with_restarts(
     return None
 
 
-def _log_error(name: str, error: Exception) -> None:
-    if should_log(name):
-        logger.error("An error in '%s', which goes on", name, exc_info=error)
-
-
 def _hand_to_handler(error: Exception) -> None:
     try:
         _in_flight.handler.on_error(_in_flight.message, error)
@@ -158,7 +155,10 @@ def _hand_to_handler(error: Exception) -> None:
 
 def stopping(manager: CommonKVManager) -> bool:
     """True while the manager is torn down on purpose, as for a switch of its role."""
-    return bool(getattr(manager, "_stopped", False))
+    shutdown = getattr(manager, "_heartbeat_shutdown", None)
+    return bool(getattr(manager, "_stopped", False)) or (
+        shutdown is not None and shutdown.is_set()
+    )
 
 
 def end_engine(reason: str, *, in_front_end: bool = False) -> None:
@@ -166,10 +166,15 @@ def end_engine(reason: str, *, in_front_end: bool = False) -> None:
 
     Args:
         in_front_end: this process is the engine's front end, which ends all others when
-            it gets the signal. By default it is a scheduler, whose parent does.
+            it gets the signal. By default it is a scheduler, whose parent does, and
+            which ends at once: the front end waits a minute for dumps of a living one.
     """
     logger.critical("%s. The engine ends, because it cannot serve its peers.", reason)
-    os.kill(os.getpid() if in_front_end else os.getppid(), signal.SIGQUIT)
+    if in_front_end:
+        os.kill(os.getpid(), signal.SIGQUIT)
+    else:
+        os.kill(os.getppid(), signal.SIGQUIT)
+        os._exit(1)
 
 
 def should_log(subject: str, in_full: int = LOGGED_IN_FULL) -> bool:

@@ -74,6 +74,8 @@ class TestGuardSocket(CustomTestCase):
                 get_disagg=lambda: _Ones(),
                 get_parallel=lambda: known,
                 get_local_ip_auto=lambda: "127.0.0.1",
+                get_attention_dp_size=lambda: 1,
+                get_attention_dp_rank=lambda: 0,
                 linear_attn_tp_size=lambda: 1,
                 get_dsv41_spec_layout=lambda _: None,
             ),
@@ -102,13 +104,6 @@ class TestNixlPrefill(ThreadCase):
         patch = mock.patch.object(admission, "registration_readers", [reader])
         patch.start()
         self.addCleanup(patch.stop)
-
-    def test_a_registered_decode_is_served(self):
-        open_sender(self.manager, 1)
-        self.register()
-        self.metadata(1)
-        self.assertTrue(self.is_ready(1))
-        self.assertIn(1, self.manager.transfer_infos)
 
     def test_an_unregistered_decode_is_told_at_once(self):
         open_sender(self.manager, 1)
@@ -184,6 +179,13 @@ class TestNixlPrefill(ThreadCase):
             self.assertTrue(self.fails(1, "refused by decode: [PD-Y] because"))
             self.assertTrue(self.fails(2))
         self.assertEqual(len(logs.output), 1)
+
+    def test_messages_of_another_kind_or_backend_are_upstreams_to_judge(self):
+        guarded = [b"MoriMsgGuard", *nixl_metadata(1, 1, "a Mori decode")[1:]]
+        for frames in ([b"WATERMARK", b"1"], [b"STAGING_RSP", b"1"], guarded):
+            with self.subTest(frames[0]):
+                self.assertTrue(self.manager.admission.admits(frames))
+        self.assertEqual(self.manager.request_status, {})
 
     def test_hostile_frames_cost_only_themselves(self):
         """Frames of every kind, most of them almost right."""

@@ -28,7 +28,6 @@ from kv_managers import (
     nixl_decode,
     nixl_metadata,
     nixl_prefill,
-    nixl_registration,
     open_sender,
     real_end_engine,
     wait_for,
@@ -121,11 +120,6 @@ class TestGuardedSocket(GuardedCase):
         self.run_loop(loop)
         self.assertEqual(ended, [])
 
-    def test_a_closed_one_cannot_receive(self):
-        self.socket.close(linger=0)
-        with self.assertRaises(zmq.ZMQError):
-            self.socket.recv_multipart()
-
 
 class TestSurvives(GuardedCase):
     def test_an_error_costs_its_message_only(self):
@@ -209,7 +203,7 @@ class TestLoops(ThreadCase):
         bad[5] = b"abc"  # not a whole number of indices
         guard = 0 if manager.kv_status_msg_tag else 1  # Mooncake has no first frame
         self.wire.send(*bad[guard:])
-        self.wire.send(b"ABORT", b"2")
+        self.wire.send(b"ABORT", b"2", b"127.0.0.1", str(self.wire.port).encode())
         self.assertTrue(self.fails(1, "[PD-METADATA]"))
         self.assertTrue(self.fails(2))
 
@@ -246,16 +240,6 @@ class TestLoops(ThreadCase):
             manager = mooncake_decode()
             self.outlives_a_bad_status(manager, manager.start_decode_thread)
 
-    def test_foreign_traffic_ends_no_thread(self):
-        manager = nixl_prefill()
-        self.start(manager, manager._start_bootstrap_thread)
-        for frames in ([b""], [b"GET / HTTP/1.1"], [b"\xff\xfe"] * 5, [b"ABORT"]):
-            self.wire.send(*frames)
-        open_sender(manager, 1)
-        self.wire.send(*nixl_registration(self.wire.port))
-        self.wire.send(*nixl_metadata(1, self.wire.port))
-        self.assertTrue(self.is_ready(1))
-
 
 class TestHeartbeat(CustomTestCase):
     def test_it_goes_on_after_an_error_with_a_lost_prefill(self):
@@ -282,11 +266,14 @@ class TestHeartbeat(CustomTestCase):
             record(room, reason)
 
         manager.record_failure = break_on_room_1
+        ended.clear()
         manager._start_heartbeat_checker_thread()
         failed = wait_for(lambda: manager.request_status[2] == KVPoll.Failed)
         manager._heartbeat_shutdown.set()
         self.assertTrue(failed, "the second prefill was never missed")
         self.assertEqual(manager.prefill_info_table, {})
+        time.sleep(0.1)
+        self.assertEqual(ended, [], "a teardown ends no engine")
 
 
 # -- what ends an engine, in real processes ---------------------------------------------
@@ -394,10 +381,12 @@ class TestDeath(CustomTestCase):
     def test_the_reason_is_in_the_log(self):
         with (
             mock.patch.object(control_threads.os, "kill") as kill,
+            mock.patch.object(control_threads.os, "_exit") as leave,
             self.assertLogs(control_threads.logger, "CRITICAL") as logs,
         ):
             real_end_engine("Control thread 'x' is dead: it broke")
         kill.assert_called_once_with(os.getppid(), signal.SIGQUIT)
+        leave.assert_called_once_with(1)
         self.assertIn("'x' is dead: it broke", logs.output[0])
 
 
