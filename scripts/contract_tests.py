@@ -29,10 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = "test/registered/unit"
-CONTRACT = (
-    f"{UNIT}/speculative/test_dspark_first_decode.py",
-    f"{UNIT}/managers/test_spec_relay_guard.py",
-)
+CONTRACT = (f"{UNIT}/speculative/dspark_components/test_disagg_first_decode.py",)
 FIRST_STEP = f"{CONTRACT[0]}::TestFirstDecodeStep"
 STOCK_CRASH = "'NoneType' object has no attribute 'prepare_for_decode'"
 OWN_PINS = ("transformers", "xgrammar")
@@ -154,10 +151,7 @@ def apply_native(tree: Path) -> None:
 
 def add_modules_only(tree: Path) -> None:
     """Give a stock tree the modules the tests import, and no hunk."""
-    for name in (
-        "srt/managers/spec_relay_guard.py",
-        "srt/speculative/dspark_components/disagg_first_decode.py",
-    ):
+    for name in ("srt/speculative/dspark_components/disagg_first_decode.py",):
         shutil.copy(ROOT / "python/sglang" / name, tree / "sglang" / name)
 
 

@@ -28,7 +28,7 @@ class Budget:
 
 BUDGETS = (
     Budget("python/dspark_pd", file=600, function=80, median=12),
-    Budget("python/sglang", file=500, function=120),
+    Budget("python/sglang", file=800, function=120),
     Budget("python/sglang_cpu_reference", file=500, function=120),
 )
 

@@ -177,6 +177,9 @@ _IN_RELAY = """\
 _GUARD = "sglang.srt.managers.relay_guard"
 
 
+REVIEW = '{review: "https://github.com/sgl-project/sglang/pull/1"}'
+
+
 def hunk(**fields: str) -> str:
     """Return a hunk document; ``fields`` replace the parts of a valid one."""
     values = {
@@ -185,7 +188,7 @@ def hunk(**fields: str) -> str:
         "kind": "fix",
         "component": "native",
         "releases": ">=1.1.0,<1.3.0",
-        "drop_when": '{never: "until upstream asks first"}',
+        "drop_when": REVIEW,
         "calls": f"{_GUARD}.nothing_stored",
         "node": "expression_statement",
         "function": "look_up",

@@ -150,9 +150,9 @@ def test_another_encoding_is_no_fault_of_the_set(
 ) -> None:
     """Also where a drop condition looks into the file before any rule does."""
     hunks = overlay / "srt/managers/relay.py.hunks.yml"
-    never = '{never: "until upstream asks first"}'
+    review = fake_sglang.REVIEW
     match = '{match: "places = batch.spots()"}'
-    hunks.write_text(hunks.read_text().replace(never, match))
+    hunks.write_text(hunks.read_text().replace(review, match))
     path = site / RELAY
     path.write_bytes(path.read_bytes() + b"# \xe9\n")
     for verb in ("status", "apply"):

@@ -87,7 +87,7 @@ def test_what_upstream_has_is_said_with_its_release(run: Run, site: Path) -> Non
         ('{symbol: "srt/nowhere.py::check"}', False),
         ('{match: "places = batch.places()"}', True),
         ('{match: "places = batch.spots()"}', False),
-        ('{review: "https://github.com/sgl-project/sglang/pull/1"}', False),
+        (fake_sglang.REVIEW, False),
     ],
 )
 def test_drop_conditions_are_answered_by_the_target(
@@ -96,7 +96,7 @@ def test_drop_conditions_are_answered_by_the_target(
     hunks = overlay / "srt/managers/relay.py.hunks.yml"
     text = hunks.read_text()
     first, _, rest = text.partition("\n---\n")
-    first = first.replace('{never: "until upstream asks first"}', condition)
+    first = first.replace(fake_sglang.REVIEW, condition)
     hunks.write_text(f"{first}\n---\n{rest}")
     for verb in ("status", "apply", "status"):
         outcome = run(verb, "--target", site)
@@ -110,9 +110,9 @@ def test_our_own_symbol_does_not_count_as_upstreams(
 ) -> None:
     """Else a hunk would declare itself unneeded as soon as it is applied."""
     hunks = overlay / "srt/managers/relay.py.hunks.yml"
-    never = '{never: "until upstream asks first"}'
+    review = fake_sglang.REVIEW
     symbol = '{symbol: "srt/managers/relay_guard.py::nothing_stored"}'
-    hunks.write_text(hunks.read_text().replace(never, symbol))
+    hunks.write_text(hunks.read_text().replace(review, symbol))
     for _ in range(2):
         assert run("apply", "--target", site).code == 0
         assert states(run("status", "--target", site))["relay.keep-input"] == "applied"

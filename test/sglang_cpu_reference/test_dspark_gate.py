@@ -87,7 +87,12 @@ def patched(stock):
 
 def test_an_sglang_with_the_set_lets_the_platform_pass(run_child, stock):
     """As it is installed: this is what lacks without the hunk."""
-    if importlib.util.find_spec("sglang.srt.managers.spec_relay_guard") is None:
+    if (
+        importlib.util.find_spec(
+            "sglang.srt.speculative.dspark_components.disagg_first_decode"
+        )
+        is None
+    ):
         pytest.skip("the installed SGLang does not have the set")
     assert _gate(run_child, stock, SGLANG_PLATFORM="cpu_reference") == "passed"
 

@@ -94,7 +94,7 @@ def _need_problems(patch_set: PatchSet) -> Iterator[Problem]:
 
 
 def _call_problems(patch_set: PatchSet, hunk: Hunk) -> Iterator[Problem]:
-    """``calls`` names a function of an overlay module, and the fix calls it."""
+    """``calls`` names a function of an overlay module, and the fix uses it."""
     dotted = hunk.metadata.get("calls")
     if dotted is None:
         return
@@ -105,7 +105,7 @@ def _call_problems(patch_set: PatchSet, hunk: Hunk) -> Iterator[Problem]:
     what = f"calls of {hunk.id}"
     if not path.is_file() or not defines(path.read_bytes(), function):
         yield contradiction(what, "a function of an overlay module", dotted)
-    if f"{function}(" not in hunk.data["fix"]:
+    if not any(use in hunk.data["fix"] for use in (f"{function}(", f"@{function}\n")):
         yield contradiction(what, f"a call of {function} in fix", "none")
 
 

@@ -9,7 +9,8 @@ from dspark_pd.patchset.lists import Module
 
 def defines(source: bytes | None, dotted: str) -> bool:
     """Whether ``source`` defines ``dotted``, such as ``Class.method`` or ``NAME``."""
-    if source is None:
+    # Most of what is asked for is not there, and a look for the names tells so.
+    if source is None or any(n.encode() not in source for n in dotted.split(".")):
         return False
     try:
         body: list[ast.stmt] = ast.parse(source).body

@@ -75,8 +75,13 @@ def make_plan(
     release: Version,
     components: Iterable[str],
     originals: Originals,
+    current: Originals = lambda path: None,
 ) -> Plan:
-    """Return what ``components`` of the set make of a target of ``release``."""
+    """Return what ``components`` of the set make of a target of ``release``.
+
+    What a file is at present (``current``) was compiled before it was written, and is
+    not compiled again.
+    """
     components = tuple(components)
     serving = candidates(patch_set, release, components)
     found = _search(patch_set, serving, originals)
@@ -88,13 +93,12 @@ def make_plan(
     _plan_hunks(plan, wanted, release, originals, found)
     for module in modules_for(patch_set, release, components):
         source = patch_set.source(module)
-        original = originals(module.path)
-        if original not in (None, source):
+        if originals(module.path) not in (None, source):
             plan.problems.append(Problem("H306", {"file": module.path}))
-        problem = compile_problem(module.path, source, [])
-        if problem:
-            plan.problems.append(problem)
         plan.files[module.path] = PlannedFile(module.path, "add", None, source)
+    for file in plan.files.values():
+        problem = None if current(file.path) == file.desired else _compiles_not(file)
+        plan.problems += [problem] if problem else []
     plan.problems = sorted(
         [*_together(plan.misfits, plan.choices), *plan.problems],
         # Foreign lines in the target explain what does not match, so they come first.
@@ -182,10 +186,6 @@ def _plan_file(
     except ValueError as error:
         plan.problems.append(_overlap(path, plain, edits, str(error)))
         return
-    problem = compile_problem(path, desired, done)
-    if problem:
-        # Where upstream's own text does not compile, that is what is wrong.
-        plan.problems.append(compile_problem(path, source, None) or problem)
     if edits:
         kept = tuple(sorted(edits, key=lambda edit: edit.start))
         plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
@@ -217,21 +217,27 @@ def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Proble
     return Problem("H303", fields)
 
 
-def compile_problem(
-    path: str, source: bytes, hunks: list[str] | None
-) -> Problem | None:
-    """Return H304 if ``source`` does not compile; H309 if no hunk is to blame."""
+def _compiles_not(file: PlannedFile) -> Problem | None:
+    """Return H304 if the result does not compile; H309 if upstream's text did not."""
+    error = _compile_error(file.path, file.desired)
+    if error is None:
+        return None
+    before = file.original and _compile_error(file.path, file.original)
+    fields = {
+        "file": file.path,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "line": getattr(before or error, "lineno", None) or 0,
+        "detail": getattr(before or error, "msg", None) or str(before or error),
+    }
+    if before:
+        return Problem("H309", fields)
+    fields["ids"] = ", ".join(file.hunks) or "(a module of the set)"
+    return Problem("H304", fields)
+
+
+def _compile_error(path: str, source: bytes) -> Exception | None:
     try:
         compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        fields = {
-            "file": path,
-            "python": ".".join(map(str, sys.version_info[:2])),
-            "line": getattr(error, "lineno", None) or 0,
-            "detail": getattr(error, "msg", None) or str(error),
-        }
-        if hunks is None:
-            return Problem("H309", fields)
-        fields["ids"] = ", ".join(hunks) or "(a module of the set)"
-        return Problem("H304", fields)
+        return error
     return None

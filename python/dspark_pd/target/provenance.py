@@ -8,7 +8,6 @@ is somebody's work and must not be touched.
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
 import subprocess
 from functools import cached_property
@@ -28,26 +27,25 @@ class Provenance:
 
     def vouches(self, path: str, data: bytes) -> bool | None:
         """Whether ``data`` is upstream's ``path``; None when nobody can tell."""
-        if self._recorded:
-            wanted = self._recorded.get(f"{self._root.name}/{path}")
-            return wanted is not None and wanted == _record_digest(data)
+        if self._record:
+            line = f"\n{self._root.name}/{path},sha256={_record_digest(data)},"
+            return line in self._record
         blob = self._committed(path)
         return None if blob is None else blob == _git_digest(data)
 
     @cached_property
-    def _recorded(self) -> dict[str, str]:
-        """sha256 by path, from the RECORD of an installed or unpacked wheel."""
+    def _record(self) -> str:
+        """The RECORD of an installed or unpacked wheel, each line behind a line end.
+
+        Names of SGLang's modules need no quotes in it. A RECORD that names none of
+        SGLang's files, as that of an editable install, counts as none.
+        """
         folder = dist_info(self._root)
         record = folder / "RECORD" if folder else None
         if record is None or not record.is_file():
-            return {}
-        with record.open(encoding="utf-8", newline="") as lines:
-            rows = [row for row in csv.reader(lines) if len(row) >= 2]
-        return {
-            row[0]: row[1].removeprefix("sha256=")
-            for row in rows
-            if row[1].startswith("sha256=") and row[0].startswith("sglang/")
-        }
+            return ""
+        text = "\n" + record.read_text(encoding="utf-8").replace("\r\n", "\n")
+        return text if f"\n{self._root.name}/" in text else ""
 
     def _committed(self, path: str) -> str | None:
         """Return the object name that HEAD has for ``path``."""

@@ -67,6 +67,11 @@ class Survey:
         known = self.seen.get(path)
         return known.current if known else fsops.read_or_none(self.path(path))
 
+    def applied(self, path: str) -> bytes | None:
+        """Return the content of ``path`` if it is what this tool wrote there."""
+        known = self.seen.get(path)
+        return known.current if known and known.condition == "ours" else None
+
     def original(self, path: str) -> bytes | None:
         """Return upstream's content of ``path``, None where upstream has no file."""
         if path not in self._originals:

@@ -35,8 +35,13 @@ class Context:
 
     def plan(self, components: Iterable[str]) -> Plan:
         assert self.target.release is not None
-        originals = self.survey.original
-        return make_plan(self.patch_set, self.target.release, components, originals)
+        return make_plan(
+            self.patch_set,
+            self.target.release,
+            components,
+            self.survey.original,
+            self.survey.applied,
+        )
 
     def idle_component(self, options: Namespace, plan: Plan) -> Problem | None:
         """Return T105 where the user named components that have nothing for this release.

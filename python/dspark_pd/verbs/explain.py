@@ -7,10 +7,10 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from dspark_pd.doctor import tail
 from dspark_pd.doctor.agreement import load, severity_of
 from dspark_pd.doctor.checks import CHECKS, Check
 from dspark_pd.doctor.remarks import REMARKS, Remark
-from dspark_pd.doctor.tail import load_refusals
 from dspark_pd.messages.error_catalogue import catalogue
 from dspark_pd.messages.errors import Problem, refuse
 from dspark_pd.messages.result import Result
@@ -67,7 +67,7 @@ def _rules() -> Iterator[Entry]:
 
 def _tail() -> Iterator[Entry]:
     """The doctor shows a refusal of the start-up under a prefix; both names are known."""
-    for refusal in getattr(load_refusals(), "REFUSALS", ()):
+    for refusal in getattr(tail.load_refusals(), "REFUSALS", ()):
         head = f"refused at start-up by {refusal.role}"
         lines = _lines(refusal.code, head, {"says": refusal.says, "fix": refusal.fix})
         yield refusal.code, lines

@@ -488,4 +488,6 @@ def test_tail_refusals_at_start(bed: Bed) -> None:
     })  # fmt: skip
     assert "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT=1" in refused(bed, uncovered)
     misplaced = EngineSpec("tail-bad-u", "unified", MODELS.target, env=CAPTURE)
-    assert "only prefill has rows to hand over" in refused(bed, misplaced)
+    assert "only a prefill engine has hidden states to hand over" in refused(
+        bed, misplaced
+    )

@@ -1,14 +1,13 @@
-"""A DeepSeek-V4 target's captured rows over pipeline stages, as far as a CPU goes.
+"""A DeepSeek-V4 target's captured hidden states over pipeline stages, as far as a CPU goes.
 
 The model itself needs CUDA kernels; what is pinned here is the division of layers, the
-packed rows between stages, where the model calls in, and the compressor rings of a
+packed states between stages, where the model calls in, and the compressor rings of a
 prefill without a draft.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -19,15 +18,17 @@ from sglang.srt.layers.aux_hidden_states import AuxHiddenStatePacker
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pool
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
-from sglang.srt.speculative.dspark_components import dspark_handoff_knobs as knobs
 from sglang.srt.speculative.dspark_components import pp_aux_capture as capture
+from sglang.srt.speculative.dspark_components.dspark_handoff import (
+    activate,
+    deactivate,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 TOKENS, HIDDEN, LAYERS = 3, 4, 8
-TOKEN_KNOB = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 
 
 def make_stage(start, end, last):
@@ -46,9 +47,8 @@ def make_stage(start, end, last):
 
 
 def divide(stage, layer_ids, pp_size=2):
-    parallel = SimpleNamespace(pp_size=pp_size, pp_group=stage.pp_group)
-    with mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel):
-        DeepseekV4ForCausalLM.set_dspark_layers_to_capture(stage, layer_ids)
+    stage.pp_group.world_size = pp_size
+    DeepseekV4ForCausalLM.set_dspark_layers_to_capture(stage, layer_ids)
     return stage
 
 
@@ -69,7 +69,7 @@ class TestDivide(CustomTestCase):
         stage = divide(make_stage(0, 4, False), [5, 6])
         self.assertIsNone(stage.model.dspark_layers_to_capture)
 
-    def test_stage_that_only_passes_rows_on(self):
+    def test_stage_that_only_passes_states_on(self):
         stage = divide(make_stage(4, 6, False), [1, 7], pp_size=3)
         self.assertEqual(stage.model.dspark_layers_to_capture, [])
 
@@ -113,15 +113,15 @@ class TestPacker(CustomTestCase):
             expected = torch.cat([layer_output(i) for i in layer_ids], dim=-1)
             for bounds in ([0, 8], [0, 4, 8], [0, 2, 4, 8], [0, 1, 5, 8]):
                 with self.subTest(layer_ids=layer_ids, bounds=bounds):
-                    rows = self.run_pipeline(bounds, layer_ids)
-                    torch.testing.assert_close(rows, expected)
+                    states = self.run_pipeline(bounds, layer_ids)
+                    torch.testing.assert_close(states, expected)
 
     def test_dummy_run_keeps_the_width(self):
-        """Its proxy has no rows; a wrong count would end the engine's start."""
+        """Its proxy has no states; a wrong count would end the engine's start."""
         stage = divide(make_stage(4, 8, True), [1, 3, 7])
         proxy = PPProxyTensors({"hidden_states": torch.zeros(TOKENS, 2 * HIDDEN)})
-        rows = run_stage(stage, proxy)
-        self.assertEqual(tuple(rows.shape), (TOKENS, 3 * HIDDEN))
+        states = run_stage(stage, proxy)
+        self.assertEqual(tuple(states.shape), (TOKENS, 3 * HIDDEN))
 
     def test_model_calls_it(self):
         """The forward needs CUDA, so its calls are pinned by their place."""
@@ -136,11 +136,7 @@ class TestPacker(CustomTestCase):
 
 class TestRings(CustomTestCase):
     def setUp(self):
-        self.addCleanup(setattr, knobs, "_peer_draft_tokens", 0)
-        patch = mock.patch.dict(os.environ)
-        patch.start()
-        self.addCleanup(patch.stop)
-        os.environ.pop(TOKEN_KNOB, None)
+        self.addCleanup(deactivate)
 
     def rings(self, algorithm=None, tokens=None):
         spec = SimpleNamespace(
@@ -149,34 +145,15 @@ class TestRings(CustomTestCase):
         with mock.patch.object(pool, "get_spec", lambda: spec):
             return [pool.resolve_compress_state_ring_size(r) for r in (2, 4, 128)]
 
-    def config(self, **more):
-        return SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], **more)
-
     def test_rings_match_the_decode(self):
         """Rings travel page by page; another size is another stride."""
         alone = self.rings()
         decode = self.rings("DSPARK", 8)
         self.assertNotEqual(alone, decode)
-        os.environ[TOKEN_KNOB] = "8"
-        knobs.expect_peer_draft_tokens(self.config())
+        activate(peer_draft_tokens=8)
         self.assertEqual(self.rings(), decode)
-
-    def test_bundled_draft_says_it(self):
-        knobs.expect_peer_draft_tokens(self.config(dspark_block_size=7))
-        self.assertEqual(knobs.peer_draft_tokens(), 8)
-
-    def test_unknown_is_refused(self):
-        for value in (None, "1", "-3"):
-            with self.subTest(value):
-                if value is not None:
-                    os.environ[TOKEN_KNOB] = value
-                with self.assertRaisesRegex(knobs.HandoffConfigError, TOKEN_KNOB):
-                    knobs.expect_peer_draft_tokens(self.config())
-
-    def test_other_targets_need_nothing(self):
-        other = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
-        knobs.expect_peer_draft_tokens(other)
-        self.assertEqual(knobs.peer_draft_tokens(), 0)
+        deactivate()
+        self.assertEqual(self.rings(), alone)
 
 
 if __name__ == "__main__":

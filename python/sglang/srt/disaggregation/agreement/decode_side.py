@@ -119,8 +119,9 @@ class PrefillPeers(dict[str, PrefillPeer]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Threads of their own: a prefill that takes long to be told delays no contact.
-        self.fetching = ThreadPoolExecutor(4, thread_name_prefix="agreement-fetch")
+        # As many prefills may be slow to answer at a time without delaying another, and
+        # one that is slow to be told delays no contact.
+        self.fetching = ThreadPoolExecutor(16, thread_name_prefix="agreement-fetch")
         self.telling = ThreadPoolExecutor(2, thread_name_prefix="agreement-tell")
 
 
@@ -202,8 +203,10 @@ def disagrees(
     verdicts = judge(decode=ours, prefill=theirs)
     for verdict in verdicts:
         if verdict not in peer.logged:
-            log = logger.error if verdict.severity == REFUSE else logger.warning
-            log(f"Prefill {bootstrap_addr}: {verdict.text}")
+            if verdict.severity == REFUSE:
+                logger.error(f"Refusing prefill {bootstrap_addr}: {verdict.text}")
+            else:
+                logger.warning(f"Prefill {bootstrap_addr}: {verdict.text}")
     peer.logged = verdicts
     if verdicts and verdicts[0].severity == REFUSE:
         contact.reason = verdicts[0].text

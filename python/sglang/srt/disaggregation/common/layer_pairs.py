@@ -9,13 +9,20 @@ ids here, and a stage of a compressed-MLA target is placed by its pool's layer g
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, NixlKVManager
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 Pointers = list[int]
 
 
 def plain_mha_layer_ids(
-    pool: Any, draft_pool: Any, num_draft_entries: int, num_hidden_layers: int
+    pool: KVCache,
+    draft_pool: KVCache | None,
+    num_draft_entries: int,
+    num_hidden_layers: int,
 ) -> list[int] | None:
     """Global layer id of every registered KV buffer, or None for other pools.
 
@@ -34,7 +41,7 @@ def plain_mha_layer_ids(
     return ids + list(draft) * 2
 
 
-def is_plain_mha(pool: Any) -> bool:
+def is_plain_mha(pool: KVCache) -> bool:
     """Whether a pool registers exactly one K and one V buffer per layer, K first."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -48,18 +55,21 @@ def is_plain_mha(pool: Any) -> bool:
 
 
 def pair_by_layer(
-    manager: Any, peer: Any, *, positional: tuple[Pointers, Pointers]
+    manager: NixlKVManager,
+    peer: KVArgsRegisterInfo,
+    *,
+    positional: tuple[Pointers, Pointers],
 ) -> tuple[Pointers, Pointers]:
     """Source and destination buffers of a head-sliced transfer, paired by layer id.
 
     Args:
-        positional: upstream's own pairing, kept when either peer reports no ids.
+        positional: upstream's own pairing, kept unless both peers report ids.
 
     Raises:
         ValueError: paired buffers are not all of one shape, which the slicing assumes.
     """
-    source_ids = manager.kv_args.kv_layer_ids
-    target_ids = peer.dst_kv_layer_ids
+    source_ids = getattr(manager.kv_args, "kv_layer_ids", None)
+    target_ids = getattr(peer, "dst_kv_layer_ids", None)
     if not source_ids or not target_ids:
         return positional
     from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
@@ -81,7 +91,7 @@ def pair_by_layer(
 
 
 def compressed_mla_indices(
-    manager: Any, peer: Any, n_src: int, n_dst: int
+    manager: NixlKVManager, peer: KVArgsRegisterInfo, n_src: int, n_dst: int
 ) -> list[int] | None:
     """Where a pipeline stage's compressed-MLA buffers sit in a whole decode's.
 
@@ -90,8 +100,10 @@ def compressed_mla_indices(
     Raises:
         RuntimeError: paired buffers differ in size.
     """
+    if manager.pp_size == 1 or n_src == n_dst:
+        return None
     ratios = manager.kv_args.mla_compression_ratios
-    if manager.pp_size == 1 or n_src == n_dst or not ratios:
+    if not ratios:
         return None
     if manager.kv_args.kv_layer_ids or peer.dst_kv_layer_ids:
         return None

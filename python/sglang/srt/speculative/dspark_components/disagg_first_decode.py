@@ -9,19 +9,20 @@ Life of a request on the decode engine:
    (``SpeculativeAlgorithm.build_disagg_draft_input``; for releases that have no
    DSPARK branch there, ``build_first_decode_input``);
 4. ``enter_first_decode`` checks the result: a speculative batch never goes on
-   without a draft input, and under the overlap schedule its rows are in the
-   relay;
-5. the first decode step prepares that draft input like any later one.
+   without a draft input, and under the overlap schedule its relay entries exist;
+5. the first decode step prepares that draft input like any later one. Before the
+   relay is read, ``nothing_relayed`` answers whether there is anything to read.
 
-Step 4 is the only place that enforces the contract, for every algorithm. What
-broke without it: the first decode step dereferenced a missing draft input and
-took the scheduler down with every running request.
+Step 4 enforces the contract for every algorithm. What broke without it: the first
+decode step dereferenced a missing draft input and took the scheduler down with every
+running request. Step 5 is the last line for inputs of any other origin: reading a relay
+entry that is not the request's would return the token of the request that used it
+before, and the text would go wrong without a sign.
 """
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.spec_info import SpecInput
+    from sglang.srt.speculative.spec_info import SpecInput, SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 
 def build_first_decode_input(
@@ -60,20 +62,20 @@ def build_first_decode_input(
 def relay_first_decode(
     batch: ScheduleBatch, draft_input: SpecInput, future_map: FutureMap
 ) -> None:
-    """Put the rows of a freshly built draft input into the overlap relay.
+    """Put a freshly built draft input into the overlap relay.
 
     No-op without the overlap schedule, where the next step reads the input
-    itself. Relay rows are addressed by request-pool row, like those a forward
+    itself. Relay entries are addressed by request-pool index, like those a forward
     leaves behind, so the next step cannot tell the two apart.
     """
     if not batch.enable_overlap:
         return
     from sglang.srt.managers.overlap_utils import RelayPayload
 
-    rows = batch.req_pool_indices
-    future_map.publish(rows, batch.seq_lens)
-    future_map.stash(rows, RelayPayload.from_draft_input(draft_input))
-    draft_input.future_indices = rows
+    indices = batch.req_pool_indices
+    future_map.publish(indices, batch.seq_lens)
+    future_map.stash(indices, RelayPayload.from_draft_input(draft_input))
+    draft_input.future_indices = indices
 
 
 def enter_first_decode(
@@ -84,25 +86,57 @@ def enter_first_decode(
     A speculative batch without a draft input is an error here, where the cause
     is known, and not one step later. An input that its builder left out of the
     relay is relayed now: merged into a running batch it would otherwise lose
-    its first token to whoever used that relay row before.
+    its first token to whoever used that relay entry before.
 
     Raises:
         RuntimeError: the algorithm is speculative and built no draft input.
     """
-    from sglang.srt.managers.spec_relay_guard import carries_first_token
-
     algorithm = batch.spec_algorithm
     if algorithm.is_none():
         return
     if draft_input is None:
-        raise RuntimeError(_no_draft_input(algorithm, len(batch.reqs)))
+        raise RuntimeError(
+            f"{algorithm.name} built no draft input for {len(batch.reqs)} request(s) "
+            "after the prefill/decode handoff; expected build_disagg_draft_input to "
+            "return one. The algorithm does not support --disaggregation-mode decode; "
+            "restart without it or with DSPARK."
+        )
     if not batch.enable_overlap or draft_input.future_indices is not None:
         return
-    if carries_first_token(draft_input, len(batch.reqs)):
+    if _carries_first_token(draft_input, len(batch.reqs)):
         relay_first_decode(batch, draft_input, future_map)
 
 
-def refuse_without_handoff(algorithm: Any, server_args: ServerArgs) -> None:
+def nothing_relayed(draft_input: SpecInput, batch: ScheduleBatch) -> bool:
+    """Whether the relay holds nothing for this batch and nothing is missing.
+
+    Raises:
+        RuntimeError: no relay entries are named and the input is not complete
+            without them.
+    """
+    if draft_input.future_indices is not None:
+        return False
+    num_reqs = batch.batch_size()
+    if num_reqs == 0 or _carries_first_token(draft_input, num_reqs):
+        return True
+    rids = ", ".join(str(req.rid) for req in batch.reqs[:4])
+    raise RuntimeError(
+        f"Lost relay entries of {num_reqs} speculative request(s) ({rids}): the draft "
+        "input names none (future_indices is None) and does not carry one token and "
+        "one length per request itself. Whoever built it must publish and stash "
+        "them, or fill bonus_tokens and new_seq_lens. To go on serving, restart "
+        "with --disable-overlap-schedule."
+    )
+
+
+def _carries_first_token(draft_input: SpecInput, num_reqs: int) -> bool:
+    columns = (draft_input.bonus_tokens, getattr(draft_input, "new_seq_lens", None))
+    return all(column is not None and len(column) == num_reqs for column in columns)
+
+
+def refuse_without_handoff(
+    algorithm: SpeculativeAlgorithm | CustomSpecAlgo | None, server_args: ServerArgs
+) -> None:
     """Refuse at start-up a decode engine whose algorithm cannot take a handoff.
 
     Raises:
@@ -123,27 +157,26 @@ def refuse_without_handoff(algorithm: Any, server_args: ServerArgs) -> None:
     )
 
 
-def takes_handoff(algorithm: Any) -> bool:
-    """Whether the algorithm's handoff builder has a branch for it.
+def takes_handoff(algorithm: SpeculativeAlgorithm | CustomSpecAlgo) -> bool:
+    """Whether the algorithm rebuilds its draft input after a handoff.
 
-    Asked of the builder itself rather than of a list of names, so that the
-    answer stays right for every release and for registered algorithms: without
-    a branch it returns None whatever the batch, with one it needs a real batch.
+    A registered algorithm does if its class has a builder of its own.
     """
-    build = getattr(algorithm, "build_disagg_draft_input", None)
-    if build is None:
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    if isinstance(algorithm, CustomSpecAlgo):
+        builder = type(algorithm).build_disagg_draft_input
+        return builder is not CustomSpecAlgo.build_disagg_draft_input
+    if algorithm.is_dflash():
+        return _builds_dflash_input()
+    return algorithm.is_eagle() or algorithm.is_dspark()
+
+
+def _builds_dflash_input() -> bool:
+    try:  # since 0.5.20
+        from sglang.srt.speculative.dflash_disaggregation import (  # noqa: F401
+            build_dflash_disagg_draft_input,
+        )
+    except ImportError:
         return False
-    no_arguments = [None] * len(inspect.signature(build).parameters)
-    try:
-        return build(*no_arguments) is not None
-    except Exception:  # noqa: BLE001 - a branch that wants a real batch exists
-        return True
-
-
-def _no_draft_input(algorithm: Any, num_reqs: int) -> str:
-    return (
-        f"{algorithm.name} left a prebuilt batch of {num_reqs} request(s) without a "
-        "draft input after the prefill/decode handoff; expected "
-        "build_disagg_draft_input to return one. The algorithm does not support "
-        "--disaggregation-mode decode; restart without it or with DSPARK."
-    )
+    return True

@@ -1,68 +1,58 @@
 """Which draft context crosses the prefill/decode split, resolved once per engine.
 
-DSpark drafts from a *context KV* built of target hidden rows of the prompt. With
+DSpark drafts from a *context KV* built of the target's hidden states of the prompt. With
 prefill and decode in two engines there are two ways to move that context:
 
 - ``native``: DSPARK runs on both engines and the draft KV travels with the target
   KV. Nothing here is active.
-- ``tail``: prefill runs no draft. It keeps the last T hidden rows of each prompt and
-  ships them beside the request's metadata; decode writes its draft KV from them.
+- ``tail``: prefill runs no draft. It keeps the hidden states of the last T prompt tokens
+  and ships them beside the request's metadata; decode writes its draft KV from them.
 
-Life cycle of a ``TailSpec``: ``dspark_handoff_startup`` validates the knobs before any
-process is started; each scheduler resolves its spec once, when it builds its metadata
-buffers (``dspark_handoff_tail``), and never changes it. The same numbers are described
-to the peer by ``describe_prefill`` and ``describe_decode``.
+Life cycle: ``dspark_handoff_startup`` refuses arguments that cannot work before any
+process is started; each scheduler resolves its ``TailSpec`` once and keeps what it does
+in a handoff in one ``Handoff`` object (``activate``). The same numbers are described to
+the peer by ``describe_prefill`` and ``describe_decode``.
 
-A row is the concatenation of one position's hidden states after the captured layers,
+One token's hidden states are those after the captured layers, concatenated:
 ``[K * hidden_size]`` in ascending layer order and in the target's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
-from sglang.srt.environ import envs
-from sglang.srt.speculative.dspark_components.dspark_handoff_knobs import (
-    AUTO_TAIL,
-    MAX_TAIL_TOKENS,
-    HandoffConfigError,
-    capture_enabled,
-    check_layer_ids,
-    partial_context_allowed,
-    read_layer_ids,
-    read_tail_tokens,
-    tail_expected,
+from sglang.srt.speculative.dspark_components import handoff_refusals as rules
+from sglang.srt.speculative.dspark_components.handoff_refusals import (
+    CAPTURE,
+    HEADER_BYTES,
+    TAIL_TOKENS,
 )
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.dspark_components.dspark_handoff_decode import Draft
+    from sglang.srt.speculative.dspark_components.dspark_handoff_tail import (
+        TailBuffer,
+        TailLayout,
+    )
+    from sglang.srt.speculative.dspark_components.pp_aux_capture import StageShare
 
-# Bytes in front of the rows: eight int64 words, and the smallest item an RDMA
-# transfer likes.
-HEADER_BYTES = 64
-# One request's share of the pinned buffer; there are two slots per running request.
-MAX_ITEM_BYTES = 64 << 20
 
-
-class DraftFacts(NamedTuple):
-    """What a draft checkpoint's config says about the context it reads.
-
-    ``layer_ids`` are target layers in ascending order; ``window_need`` is the number
-    of rows before the first drafted position that the draft attends to, None when it
-    attends to the whole prompt.
-    """
-
-    layer_ids: tuple[int, ...]
-    window_need: int | None
+class HandoffConfigError(ValueError):
+    """Arguments or variables of the handoff that cannot work, with what to set."""
 
 
 class TailSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the rows that travel, the same on both engines."""
+    """The shape of the hidden states that travel, the same on both engines."""
 
     layer_ids: tuple[int, ...]
     hidden_size: int
@@ -72,20 +62,26 @@ class TailSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
+        """Values of one token's hidden states."""
         return len(self.layer_ids) * self.hidden_size
 
     @property
-    def row_bytes(self) -> int:
+    def token_bytes(self) -> int:
         return self.width * self.dtype.itemsize
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of one metadata slot: the header and room for every row."""
-        return HEADER_BYTES + self.tail_tokens * self.row_bytes
+    def slot_bytes(self) -> int:
+        """Bytes of one metadata slot: the header and room for the whole tail."""
+        return HEADER_BYTES + self.tail_tokens * self.token_bytes
+
+    @property
+    def covers_draft(self) -> bool:
+        """Whether the draft reads nothing before the tail."""
+        return self.window_need is not None and self.tail_tokens >= self.window_need
 
     @property
     def fingerprint(self) -> int:
-        """A positive int64 that differs when the meaning of a row differs."""
+        """A positive int64 that differs when the meaning of a value differs."""
         value = 1469598103934665603
         text = f"{self.layer_ids}/{self.hidden_size}/{dtype_name(self.dtype)}"
         for byte in text.encode():
@@ -93,18 +89,105 @@ class TailSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (value >> 1) | 1
 
 
+# -- what this process does ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Handoff:
+    """What this process does in a handoff; an engine without one keeps the defaults.
+
+    Args:
+        tail: the tail buffer; on a capturing prefill the last pipeline stage has it.
+        cap_tokens: a capturing prefill computes this many last tokens of every prompt
+            itself, on every stage alike; 0 elsewhere.
+        peers: places of the tail in decodes' metadata, by agent name or session id.
+            Kept as long as upstream keeps a registration, which it never drops by age.
+        draft: decode's draft, whose context is looked after.
+        stage: a pipeline stage's share of the captured layers.
+        peer_draft_tokens: tokens the decode of a DeepSeek-V4 prefill verifies at once.
+    """
+
+    tail: TailBuffer | None = None
+    cap_tokens: int = 0
+    peers: dict[str, TailLayout] = dataclasses.field(default_factory=dict)
+    draft: Draft | None = None
+    stage: StageShare | None = None
+    peer_draft_tokens: int = 0
+
+
+_handoff = Handoff()
+
+
+def current() -> Handoff:
+    return _handoff
+
+
+def activate(**parts: Any) -> Handoff:
+    """Add parts of a ``Handoff`` to this process.
+
+    The model's load brings the captured layers, the scheduler's metadata buffers the
+    rest; one scheduler lives in a process.
+    """
+    global _handoff
+    _handoff = dataclasses.replace(_handoff, **parts)
+    return _handoff
+
+
+def deactivate() -> None:
+    """Back to an engine without a handoff."""
+    global _handoff
+    _handoff = Handoff()
+
+
+def capture_enabled() -> bool:
+    """Whether this process belongs to a prefill engine that captures hidden states.
+
+    Asked in every forward; start-up refused a value that is neither on nor off.
+    """
+    return rules.is_on(os.environ.get(CAPTURE))
+
+
+def peer_draft_tokens() -> int:
+    """Draft tokens of the decode this prefill hands over to; 0 when not capturing."""
+    return _handoff.peer_draft_tokens
+
+
+def refuse_client_hidden_states(requested_mode: CaptureHiddenMode) -> None:
+    """Refuse a client that asks a capturing prefill for hidden states.
+
+    Raises:
+        ValueError: shown to the client.
+    """
+    if capture_enabled() and requested_mode.need_capture():
+        raise ValueError(
+            "This prefill engine keeps hidden states for a handoff to decode and "
+            "returns none to clients. Ask for return_hidden_states elsewhere, or unset "
+            f"{CAPTURE}."
+        )
+
+
+# -- what the configs say -----------------------------------------------------------------
+
+
+class DraftFacts(NamedTuple):
+    """What a draft checkpoint's config says about the context it reads.
+
+    ``layer_ids`` are target layers in ascending order; ``window_need`` is the number
+    of tokens before the first drafted position that the draft attends to, None when it
+    attends to the whole prompt.
+    """
+
+    layer_ids: tuple[int, ...]
+    window_need: int | None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def captures_last_layer(hf_config: Any) -> bool:
-    """Whether the target snapshots a layer's output itself, not the next input."""
-    from sglang.srt.configs.model_config import is_deepseek_v4
-
-    return is_deepseek_v4(hf_config)
-
-
-def draft_facts(draft_hf_config: Any, model_config: ModelConfig) -> DraftFacts:
+def draft_facts(
+    draft_hf_config: PretrainedConfig, model_config: ModelConfig
+) -> DraftFacts:
     """Read layer ids and window from a draft's config; weights are not touched."""
     from sglang.srt.configs.model_config import is_deepseek_v4
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
@@ -127,7 +210,7 @@ def draft_facts(draft_hf_config: Any, model_config: ModelConfig) -> DraftFacts:
     return DraftFacts(layer_ids=tuple(sorted(int(i) for i in ids)), window_need=need)
 
 
-def _dense_window_need(draft_hf_config: Any) -> int | None:
+def _dense_window_need(draft_hf_config: PretrainedConfig) -> int | None:
     from sglang.srt.speculative.dflash_utils import (
         get_dflash_attention_sliding_window_size,
         get_dflash_layer_types,
@@ -140,169 +223,113 @@ def _dense_window_need(draft_hf_config: Any) -> int | None:
 
 
 def num_target_layers(model_config: ModelConfig) -> int:
-    """Layers a row can come from; a looped model counts each pass of a layer."""
+    """Layers to capture; a looped model counts each pass of a layer."""
     config = model_config.hf_text_config
     return int(config.num_hidden_layers) * int(getattr(config, "num_loops", None) or 1)
 
 
-def prefill_draft_facts(
-    cfg: Any, model_config: ModelConfig
-) -> tuple[DraftFacts | None, str]:
-    """The draft facts a draft-less prefill can read, and where they came from.
+def load_draft_config(cfg: ServerArgs) -> PretrainedConfig | None:
+    """The config of ``--speculative-draft-model-path``, None without the flag."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
 
-    In order: fields of a draft bundled in the target checkpoint; the config, never
-    the weights, of ``--speculative-draft-model-path``.
-    """
+    path = cfg.speculative_draft_model_path
+    if path is None:
+        return None
+    return get_config(
+        path,
+        trust_remote_code=cfg.trust_remote_code,
+        revision=cfg.speculative_draft_model_revision,
+    )
+
+
+def _draft_config_of(cfg: ServerArgs, target: ModelConfig) -> PretrainedConfig | None:
+    """The config of an engine's draft: one bundled in the target, else the flag's."""
     from sglang.srt.speculative.dspark_components.dspark_config import (
         checkpoint_bundles_dspark_draft,
     )
 
-    if checkpoint_bundles_dspark_draft(model_config.hf_config):
-        return draft_facts(
-            model_config.hf_config, model_config
-        ), "the target checkpoint"
-    path = getattr(cfg, "speculative_draft_model_path", None)
-    if path is None:
-        return None, "nothing"
-    return draft_facts(load_draft_config(cfg, path), model_config), str(path)
+    if cfg.speculative_algorithm is None and checkpoint_bundles_dspark_draft(
+        target.hf_config
+    ):
+        return target.hf_config
+    return load_draft_config(cfg)
 
 
-def load_draft_config(cfg: Any, path: str) -> Any:
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    return get_config(
-        path,
-        trust_remote_code=cfg.trust_remote_code,
-        revision=getattr(cfg, "speculative_draft_model_revision", None),
-    )
-
-
-def resolve_prefill_spec(cfg: Any, model_config: ModelConfig) -> TailSpec:
-    """The tail a capturing prefill sends.
+def facts_of(
+    cfg: ServerArgs,
+    target: ModelConfig | None = None,
+    draft_hf_config: PretrainedConfig | None = None,
+) -> dict[str, Any]:
+    """Facts about this engine for ``handoff_refusals``.
 
     Args:
-        cfg: resolved server arguments, or any view of them.
-        model_config: the target's.
+        cfg: resolved server arguments.
+        target: with it, what the models' configs say is included.
+        draft_hf_config: the draft's config where it is loaded already.
+    """
+    names = (*rules.ARGUMENTS, *rules.GRAPH_ARGUMENTS)
+    args = {name: getattr(cfg, name, None) for name in names}
+    facts = rules.facts_from(args, os.environ, role=cfg.disaggregation_mode)
+    if target is None:
+        return facts
+    hf_config = target.hf_config
+    facts["architecture"] = hf_config.architectures[0]
+    facts["model_type"] = getattr(hf_config, "model_type", None)
+    facts["bundled_block_size"] = getattr(hf_config, "dspark_block_size", None)
+    facts["num_layers"] = num_target_layers(target)
+    facts["hidden_size"] = int(target.hidden_size)
+    facts["dtype_bytes"] = target.dtype.itemsize
+    if rules.captures(facts) or rules.expects_tail(facts):
+        draft = draft_hf_config or _draft_config_of(cfg, target)
+        if draft is not None:
+            found = draft_facts(draft, target)
+            facts["draft_layer_ids"], facts["window_need"] = found
+    return facts
+
+
+def refuse(facts: rules.Facts) -> None:
+    """Refuse an engine for all reasons that apply.
 
     Raises:
-        HandoffConfigError: no layer ids, ids that cannot be captured, a tail length
-            that cannot be resolved, or one the draft's window does not fit in.
+        HandoffConfigError: each reason with what was found, and how to fix it.
     """
-    facts, source = prefill_draft_facts(cfg, model_config)
-    layer_ids = read_layer_ids() or (facts.layer_ids if facts else None)
-    if layer_ids is None:
-        raise HandoffConfigError(
-            f"{envs.SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE.name} is on, but nothing "
-            "says which target layers the draft reads. Set "
-            f"{envs.SGLANG_DSPARK_PD_TARGET_LAYER_IDS.name} to target_layer_ids of the "
-            "draft's config.json, or pass --speculative-draft-model-path without "
-            "--speculative-algorithm: its config is read, its weights are not."
+    found = rules.refusals(facts)
+    if found:
+        reasons = "".join(
+            f"\n- {says}. To fix it, {fix}. [{rule.code}]" for rule, says, fix in found
         )
-    check_layer_ids(
-        layer_ids,
-        num_layers=num_target_layers(model_config),
-        last_layer_ok=captures_last_layer(model_config.hf_config),
-    )
-    need = facts.window_need if facts else None
-    return _finish_spec(
-        model_config, layer_ids, need, need_known=facts is not None, source=source
-    )
+        raise HandoffConfigError(
+            f"This {facts['role']} engine cannot take part in a DSpark handoff as it is "
+            f"started:{reasons}"
+        )
 
 
-def resolve_decode_spec(
-    draft_hf_config: Any, model_config: ModelConfig, *, source: str = "the draft"
-) -> TailSpec:
-    """The tail a DSPARK decode expects.
+def spec_of(facts: rules.Facts, dtype: torch.dtype) -> TailSpec:
+    """The tail of an engine whose facts include its models'.
 
     Raises:
-        HandoffConfigError: layer ids of the environment that are not the draft's, or
-            a tail that does not cover what the draft attends to.
+        HandoffConfigError: as ``refuse``.
     """
-    facts = draft_facts(draft_hf_config, model_config)
-    named = read_layer_ids()
-    if named is not None and named != facts.layer_ids:
-        raise HandoffConfigError(
-            f"{envs.SGLANG_DSPARK_PD_TARGET_LAYER_IDS.name}={named} on decode, but "
-            f"{source} reads target layers {facts.layer_ids}. Unset it here: decode "
-            "reads the ids from its draft."
-        )
-    return _finish_spec(
-        model_config,
-        facts.layer_ids,
-        facts.window_need,
-        need_known=True,
-        source=source,
+    refuse(facts)
+    return TailSpec(
+        layer_ids=rules.layer_ids(facts),
+        hidden_size=facts["hidden_size"],
+        dtype=dtype,
+        tail_tokens=rules.tail_tokens(facts),
+        window_need=facts.get("window_need"),
     )
 
 
-def _finish_spec(
-    model_config: ModelConfig,
-    layer_ids: Sequence[int],
-    need: int | None,
-    *,
-    need_known: bool,
-    source: str,
+def resolve_spec(
+    cfg: ServerArgs,
+    target: ModelConfig,
+    draft_hf_config: PretrainedConfig | None = None,
 ) -> TailSpec:
-    tokens = read_tail_tokens()
-    if tokens == AUTO_TAIL:
-        tokens = _auto_tail(need, need_known=need_known, source=source)
-    elif need_known:
-        _check_coverage(tokens, need, source=source)
-    spec = TailSpec(
-        layer_ids=tuple(layer_ids),
-        hidden_size=int(model_config.hidden_size),
-        dtype=model_config.dtype,
-        tail_tokens=tokens,
-        window_need=need,
-    )
-    if spec.item_bytes > MAX_ITEM_BYTES:
-        raise HandoffConfigError(
-            f"A tail of {tokens} rows of {spec.row_bytes} bytes is {spec.item_bytes} "
-            f"bytes for one request; the limit is {MAX_ITEM_BYTES}. Lower "
-            f"{envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name}."
-        )
-    return spec
+    """The tail that a capturing prefill sends, or that a DSPARK decode expects."""
+    return spec_of(facts_of(cfg, target, draft_hf_config), target.dtype)
 
 
-def _auto_tail(need: int | None, *, need_known: bool, source: str) -> int:
-    name = envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name
-    if need is not None and 0 < need <= MAX_TAIL_TOKENS:
-        return need
-    if need is not None:
-        raise HandoffConfigError(
-            f"{name}={AUTO_TAIL}: the window of {source} needs {need} rows; the limit "
-            f"is {MAX_TAIL_TOKENS}. Run DSPARK on prefill as well."
-        )
-    if not need_known:
-        raise HandoffConfigError(
-            f"{name}={AUTO_TAIL}: this engine knows no draft to read a window from. "
-            "Set the number of rows, or pass --speculative-draft-model-path without "
-            "--speculative-algorithm so that its config can be read."
-        )
-    raise HandoffConfigError(
-        f"{name}={AUTO_TAIL}: {source} attends to the whole prompt, so no tail covers "
-        "it. Run DSPARK on prefill as well, or set a number of rows and "
-        f"{envs.SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT.name}=1 on both engines."
-    )
-
-
-def _check_coverage(tokens: int, need: int | None, *, source: str) -> None:
-    if need is not None and tokens >= need:
-        return
-    if partial_context_allowed():
-        return
-    wanted = "the whole prompt" if need is None else f"{need} rows"
-    way_out = (
-        "run DSPARK on prefill as well"
-        if need is None
-        else f"set {envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name}={AUTO_TAIL}"
-    )
-    raise HandoffConfigError(
-        f"{envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name}={tokens}: {source} attends "
-        f"to {wanted}, so drafts would be made from part of their context. Output "
-        f"would stay exact, but fewer drafts would be accepted. Either {way_out}, or "
-        f"accept it with {envs.SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT.name}=1 on both engines."
-    )
+# -- what a peer is told ------------------------------------------------------------------
 
 
 def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):
@@ -311,18 +338,18 @@ def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):
     Returns:
         mode (str, ``native`` or ``tail``), layer_ids (list[int], ascending),
         hidden_size (int, values), dtype (str, such as ``bfloat16``), tail_tokens
-        (int, rows; 0 when native), row_bytes (int), window_need (int, rows; None for
-        the whole prompt).
+        (int; 0 when native), row_bytes (int, bytes of one token), window_need (int,
+        tokens; None for the whole prompt).
 
     Raises:
-        HandoffConfigError: a knob that cannot work.
+        HandoffConfigError: arguments or variables that cannot work.
     """
     cfg = _resolved(server_args)
     if cfg.speculative_algorithm == "DSPARK":
         return _describe_native(cfg, model_config)
     if not capture_enabled():
         return None
-    return _describe_tail(cfg, model_config, resolve_prefill_spec(cfg, model_config))
+    return _describe(resolve_spec(cfg, model_config))
 
 
 def describe_decode(server_args: ServerArgs, model_config: ModelConfig):
@@ -336,11 +363,28 @@ def describe_decode(server_args: ServerArgs, model_config: ModelConfig):
         return None
     if not tail_expected():
         return _describe_native(cfg, model_config)
-    draft = load_draft_config(cfg, cfg.speculative_draft_model_path)
-    spec = resolve_decode_spec(
-        draft, model_config, source=str(cfg.speculative_draft_model_path)
+    return _describe(resolve_spec(cfg, model_config))
+
+
+def tail_expected() -> bool:
+    """Whether a DSPARK decode was told to expect a tail from its prefill.
+
+    Naming the tail length is the switch: a decode without it keeps the metadata
+    buffers, and so the wire format, of a server that knows nothing of the handoff.
+    """
+    return TAIL_TOKENS in os.environ
+
+
+def _describe_native(cfg: ServerArgs, model_config: ModelConfig) -> dict:
+    facts = draft_facts(load_draft_config(cfg), model_config)
+    native = TailSpec(
+        layer_ids=facts.layer_ids,
+        hidden_size=int(model_config.hidden_size),
+        dtype=model_config.dtype,
+        tail_tokens=0,
+        window_need=facts.window_need,
     )
-    return _describe_tail(cfg, model_config, spec)
+    return {**_describe(native), "mode": "native", "row_bytes": 0}
 
 
 def describe_role(
@@ -351,33 +395,19 @@ def describe_role(
     return describe(server_args, model_config)
 
 
-def _describe_native(cfg: Any, model_config: ModelConfig) -> dict:
-    draft = load_draft_config(cfg, cfg.speculative_draft_model_path)
-    facts = draft_facts(draft, model_config)
-    return {
-        "mode": "native",
-        "layer_ids": list(facts.layer_ids),
-        "hidden_size": int(model_config.hidden_size),
-        "dtype": dtype_name(model_config.dtype),
-        "tail_tokens": 0,
-        "row_bytes": 0,
-        "window_need": facts.window_need,
-    }
-
-
-def _describe_tail(cfg: Any, model_config: ModelConfig, spec: TailSpec) -> dict:
+def _describe(spec: TailSpec) -> dict:
     return {
         "mode": "tail",
         "layer_ids": list(spec.layer_ids),
         "hidden_size": spec.hidden_size,
         "dtype": dtype_name(spec.dtype),
         "tail_tokens": spec.tail_tokens,
-        "row_bytes": spec.row_bytes,
+        "row_bytes": spec.token_bytes,
         "window_need": spec.window_need,
     }
 
 
-def _resolved(server_args: Any) -> Any:
+def _resolved(server_args: ServerArgs) -> ServerArgs:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(server_args)

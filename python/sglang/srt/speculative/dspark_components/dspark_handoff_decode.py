@@ -1,29 +1,31 @@
-"""Decode's side of the tail: from a metadata slot to rows of draft KV.
+"""Decode's side of the tail: from a metadata slot to draft KV.
 
-Life cycle of one request's rows: ``commit_tail_rows`` copies them out of the metadata
-slot when the transfer is committed, because the slot is freed at once and its next
-owner's transfer is not ordered with this process; ``inject_tail_rows`` writes the
-draft KV of every request of a prebuilt batch, on the schedule stream, between the
-fence that drained the running forward and the one the next forward waits for.
+Life cycle of one request's tail: ``commit_tail`` copies it out of the metadata slot when
+the transfer is committed, because the slot is freed at once and its next owner's
+transfer is not ordered with this process; ``inject_tails`` writes the draft KV of every
+request of a prebuilt batch, on the schedule stream, between the fence that drained the
+running forward and the one the next forward waits for.
 
-What no row covers is zeroed when the draft would read it, so that acceptance depends
+What no tail covers is zeroed when the draft would read it, so that acceptance depends
 on the request alone and never on who used the KV slots before; so is the context of a
-request that brings neither rows nor draft KV. A draft whose pool masks by a first valid
-position (DeepSeek-V4) gets that position instead.
+request that brings neither a tail nor draft KV. A draft whose pool masks by a first
+valid position (DeepSeek-V4) gets that position instead.
 
-``save_draft_rows`` and ``restore_draft_rows`` carry draft KV through a retraction;
-the target's backup covers the target's pools only.
+``save_draft_kv`` and ``restore_draft_kv`` carry draft KV through a retraction whose
+backup covers the target's pools only (``cpu_tensor``; ``host_pool`` covers the draft's).
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang.srt.disaggregation.common.control_threads import log_once
+from sglang.srt.speculative.dspark_components.dspark_handoff import current
 from sglang.srt.speculative.dspark_components.dspark_handoff_tail import (
     MAGIC,
     TailBuffer,
@@ -35,10 +37,12 @@ from sglang.srt.speculative.dspark_components.dspark_handoff_tail import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+    from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
 logger = logging.getLogger(__name__)
 
@@ -46,93 +50,80 @@ logger = logging.getLogger(__name__)
 MAX_BYTES_PER_CALL = 64 << 20
 
 
-class TailRows(NamedTuple):
-    """Rows of positions ``start`` to ``end`` - 1; None when there are none."""
+class Tail(NamedTuple):
+    """Hidden states of positions ``start`` to ``end`` - 1, ``[tokens, K * hidden_size]``;
+    None when there are none."""
 
     start: int
     end: int
-    rows: torch.Tensor | None
+    hidden_states: torch.Tensor | None
 
 
-NO_ROWS = TailRows(0, 0, None)
+NO_TAIL = Tail(0, 0, None)
 
 
-class _Draft(NamedTuple):
-    """This engine's draft: what reads the rows, and what may be done to its pool."""
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """This engine's draft: what reads the context, and what may be done to its pool.
 
+    Args:
+        window_need: tokens it reads before a position, None for all.
+        shares_slots: whether requests share token slots of a common prefix.
+        plain_slots: whether a request's token slots are entries of the pool. Where they
+            are not, a request without a tail is left as upstream leaves it.
+    """
+
+    pool: KVCache
     window_need: int | None
-    pool: Any
-    can_copy: bool
     shares_slots: bool
     plain_slots: bool
+
+    @classmethod
+    def of(
+        cls,
+        pool: KVCache,
+        window_need: int | None,
+        *,
+        shares_slots: bool = False,
+        plain_slots: bool = True,
+    ) -> Draft:
+        # A pool that masks needs no clearing, so sharing does no harm there.
+        shares_slots = shares_slots and not hasattr(pool, "set_swa_valid_from")
+        return cls(pool, window_need, shares_slots, plain_slots)
+
+    @property
+    def is_masked(self) -> bool:
+        return hasattr(self.pool, "set_swa_valid_from")
+
+    @property
+    def is_clearable(self) -> bool:
+        return is_clearable(self.pool)
+
+    @property
+    def can_copy(self) -> bool:
+        return hasattr(self.pool, "k_buffer") and hasattr(self.pool, "get_cpu_copy")
 
     def first_read(self, seq_len: int) -> int:
         """The first position that the draft reads before ``seq_len``."""
         return 0 if self.window_need is None else max(0, seq_len - self.window_need)
 
 
-_draft: _Draft | None = None
-_undescribed: set[str] = set()
+def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest):
+    """Take a committed request's tail out of its slot, before the slot is freed.
 
-
-def adopt_draft(
-    pool: Any,
-    window_need: int | None,
-    *,
-    shares_slots: bool = False,
-    plain_slots: bool = True,
-) -> None:
-    """Name the draft whose context this process looks after.
-
-    Args:
-        pool: its KV pool.
-        window_need: rows it reads before a position, None for all.
-        shares_slots: whether requests share token slots of a common prefix.
-        plain_slots: whether a request's token slots are rows of the pool. Where they
-            are not, a request without rows is left as upstream leaves it.
+    A slot without a header brought none: the draft KV that arrived stays where prefill
+    has a draft, and what nobody wrote is forgotten everywhere else. A tail that does not
+    fit, or none where slots are shared, aborts the request with a message.
     """
-    global _draft
-    dense = hasattr(pool, "k_buffer") and hasattr(pool, "get_cpu_copy")
-    masked = hasattr(pool, "set_swa_valid_from")
-    shares_slots = shares_slots and not masked
-    _draft = _Draft(window_need, pool, dense, shares_slots, plain_slots)
-
-
-def forget_draft() -> None:
-    """Back to an engine without a draft."""
-    global _draft
-    _draft = None
-    _undescribed.clear()
-
-
-def commit_tail_rows(
-    buffers: MetadataBuffers, slot: int, decode_req: DecodeRequest
-) -> None:
-    """Take a committed request's rows out of its slot, before the slot is freed.
-
-    A slot without a header brought no rows: the draft KV that arrived stays where
-    prefill has a draft, and what nobody wrote is forgotten everywhere else. Rows that
-    do not fit, or none where slots are shared, abort the request with a message.
-    """
-    if _draft is None:
+    draft = current().draft
+    if draft is None:
         return
     req = decode_req.req
-    tail = tail_of(buffers)
-    header = tail.header(slot) if tail is not None else None
-    req.dspark_tail_rows = None
-    if header is None:
-        if _brought_draft_kv(decode_req, expects_tail=tail is not None):
-            return
-        req.dspark_tail_rows = NO_ROWS
-        problem = None if _is_warm_up(req) else _shared_slots_problem()
-    else:
-        problem = _header_problem(header, tail, req)
-        if problem is None and header.count:
-            rows = tail.read(slot, header)
-            req.dspark_tail_rows = TailRows(header.start, header.prompt_tokens, rows)
-        elif problem is None:
-            req.dspark_tail_rows = NO_ROWS
-            problem = _shared_slots_problem()
+    tail = tail_of(queue.metadata_buffers)
+    req.dspark_tail, problem = _taken(tail, slot, decode_req)
+    if tail is None and not draft.shares_slots:
+        return
+    problem = _agreed(problem, queue.gloo_group)
     if problem is None:
         return
     from sglang.srt.disaggregation.utils import prepare_abort
@@ -142,14 +133,49 @@ def commit_tail_rows(
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+def _taken(
+    tail: TailBuffer | None, slot: int, decode_req: DecodeRequest
+) -> tuple[Tail | None, str | None]:
+    """What a request brought (None for draft KV), and why it cannot be used."""
+    req = decode_req.req
+    header = tail.header(slot) if tail is not None else None
+    if header is None:
+        if _brought_draft_kv(decode_req, expects_tail=tail is not None):
+            return None, None
+        return NO_TAIL, None if _is_warm_up(req) else _shared_slots_problem()
+    problem = _header_problem(header, tail, req)
+    if problem is not None:
+        return None, problem
+    if not header.count:
+        return NO_TAIL, _shared_slots_problem()
+    taken = Tail(header.start, header.prompt_tokens, tail.read(slot, header))
+    return taken, None
+
+
+def _agreed(problem: str | None, group: torch.distributed.ProcessGroup) -> str | None:
+    """The problem of any rank of this engine, so that all ranks abort together.
+
+    Ranks that run different batches hang at the next collective. All of them commit the
+    same requests in the same order.
+    """
+    from sglang.srt.disaggregation.utils import all_reduce_flags
+
+    worst = all_reduce_flags(
+        [int(problem is not None)], group, torch.distributed.ReduceOp.MAX
+    )
+    if problem is None and any(worst):
+        return "another rank of this engine could not use its part; see its log."
+    return problem
+
+
 def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
     """Whether a request without a header got its draft KV with the target KV.
 
     A prefill says so in its description. Where it does not describe itself, a decode
-    that expects rows cannot have been meant to draft from KV that it did not announce;
+    that expects a tail cannot have been meant to draft from KV that it did not announce;
     one that expects none keeps what upstream keeps.
     """
-    if not _draft.plain_slots:
+    if not current().draft.plain_slots:
         return True
     if _is_warm_up(decode_req.req):
         return False
@@ -157,19 +183,20 @@ def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
     mode = prefill_mode(receiver.kv_mgr, receiver.bootstrap_addr)
     if mode is not None:
         return mode == "native"
-    if receiver.bootstrap_addr not in _undescribed:
-        _undescribed.add(receiver.bootstrap_addr)
-        logger.warning(
-            "Prefill %s sent no rows and does not say whether it runs DSPARK; %s.",
-            receiver.bootstrap_addr,
-            "its requests draft without context"
-            if expects_tail
-            else "its requests draft from the KV it sent, if it sent any",
-        )
+    drafts = (
+        "draft without context"
+        if expects_tail
+        else "draft from the KV it sent, if it sent any"
+    )
+    log_once(
+        logger.warning,
+        f"Prefill {receiver.bootstrap_addr} sent no tail and does not say whether it "
+        f"runs DSPARK; its requests {drafts}.",
+    )
     return not expects_tail
 
 
-def prefill_mode(manager: Any, bootstrap_addr: str) -> str | None:
+def prefill_mode(manager: CommonKVManager, bootstrap_addr: str) -> str | None:
     """``native``, ``tail`` or ``none`` by a prefill's description, None without one."""
     from sglang.srt.disaggregation.agreement.decode_side import prefill_description
 
@@ -184,10 +211,10 @@ def _is_warm_up(req: Req) -> bool:
 
 
 def _shared_slots_problem() -> str | None:
-    if not _draft.shares_slots:
+    if not current().draft.shares_slots:
         return None
     return (
-        "prefill sent no rows, and this decode shares draft KV between requests "
+        "prefill sent no tail, and this decode shares draft KV between requests "
         "(--disaggregation-decode-enable-radix-cache), so others' would be read or "
         "cleared. See prefill's log for why, or drop the flag."
     )
@@ -202,21 +229,21 @@ def _header_problem(header: TailHeader, tail: TailBuffer, req: Req) -> str | Non
         )
     if not same_room(header, req.bootstrap_room):
         return (
-            f"its rows belong to bootstrap room {header.room}, not to "
+            f"it belongs to bootstrap room {header.room}, not to "
             f"{req.bootstrap_room}: two requests shared a metadata slot."
         )
-    found = (header.row_bytes, header.fingerprint)
-    expected = (spec.row_bytes, spec.fingerprint)
+    found = (header.token_bytes, header.fingerprint)
+    expected = (spec.token_bytes, spec.fingerprint)
     if found != expected:
         return (
-            f"prefill sent rows of {found[0]} bytes (mark {found[1]:x}), expected "
-            f"{expected[0]} bytes of target layers {list(spec.layer_ids)} (mark "
+            f"prefill sent {found[0]} bytes a token (fingerprint {found[1]:x}), expected "
+            f"{expected[0]} bytes of target layers {list(spec.layer_ids)} (fingerprint "
             f"{expected[1]:x}). Set the layer ids alike on both engines."
         )
     fits = 0 <= header.count <= spec.tail_tokens and header.start >= 0
     if not fits or header.start + header.count != header.prompt_tokens:
         return (
-            f"prefill announced rows {header.start} to {header.start + header.count} "
+            f"prefill announced tokens {header.start} to {header.start + header.count} "
             f"of a prompt of {header.prompt_tokens} tokens, and the slot holds "
             f"{spec.tail_tokens}."
         )
@@ -227,38 +254,39 @@ class _Job(NamedTuple):
     req_pool_idx: int
     start: int
     final: int
-    rows: torch.Tensor
+    hidden_states: torch.Tensor
 
 
-def inject_tail_rows(scheduler: Scheduler, batch: ScheduleBatch) -> None:
-    """Write the draft KV of a prebuilt batch from the rows its requests brought.
+def inject_tails(scheduler: Scheduler, batch: ScheduleBatch) -> None:
+    """Write the draft KV of a prebuilt batch from the tails its requests brought.
 
     Must follow ``process_prebuilt``: it may swap a request's duplicate KV slots for
     those of the prefix tree. A request that was not committed since it last ran, such
     as one back from a retraction, is left alone.
     """
-    if _draft is None:
+    if current().draft is None:
         return
     worker = scheduler.draft_worker
     jobs: list[_Job] = []
     for req, seq_len in zip(batch.reqs, batch.seq_lens_cpu.tolist()):
-        taken = getattr(req, "dspark_tail_rows", None)
-        if taken is None:
+        tail = getattr(req, "dspark_tail", None)
+        if tail is None:
             continue
-        req.dspark_tail_rows = None
-        if taken.rows is not None and taken.end != seq_len:
+        req.dspark_tail = None
+        if tail.hidden_states is not None and tail.end != seq_len:
             logger.error(
-                "Rows of request %s end at %d, its sequence at %d; drafting without.",
+                "The tail of request %s ends at %d, its sequence at %d; drafting "
+                "without.",
                 req.rid,
-                taken.end,
+                tail.end,
                 seq_len,
             )
-            taken = NO_ROWS
+            tail = NO_TAIL
         slot = int(req.kv.req_pool_idx)
-        start = seq_len if taken.rows is None else taken.start
+        start = seq_len if tail.hidden_states is None else tail.start
         _forget_uncovered(worker, slot, start, seq_len)
-        if taken.rows is not None:
-            jobs.append(_Job(slot, start, seq_len - 1, taken.rows))
+        if tail.hidden_states is not None:
+            jobs.append(_Job(slot, start, seq_len - 1, tail.hidden_states))
     _inject(worker, list(_groups(jobs)))
 
 
@@ -267,35 +295,38 @@ def _groups(jobs: list[_Job]) -> Iterator[list[_Job]]:
     group: list[_Job] = []
     room = MAX_BYTES_PER_CALL
     for job in jobs:
-        row_bytes = job.rows.shape[1] * job.rows.element_size()
-        while job.rows.shape[0]:
-            fits = room // row_bytes
+        token_bytes = job.hidden_states[0].nbytes
+        while len(job.hidden_states):
+            fits = room // token_bytes
             if not fits and group:
                 yield group
                 group, room = [], MAX_BYTES_PER_CALL
                 continue
-            piece = job.rows[: max(1, fits)]
-            group.append(job._replace(rows=piece))
+            piece = job.hidden_states[: max(1, fits)]
+            group.append(job._replace(hidden_states=piece))
             room -= piece.nbytes
             job = job._replace(
-                start=job.start + len(piece), rows=job.rows[len(piece) :]
+                start=job.start + len(piece),
+                hidden_states=job.hidden_states[len(piece) :],
             )
     if group:
         yield group
 
 
-def _inject(worker: Any, groups: list[list[_Job]]) -> None:
+def _inject(worker: DSparkWorkerV2, groups: list[list[_Job]]) -> None:
     if not groups:
         return
-    like = groups[0][0].rows
-    most = max(sum(len(job.rows) for job in group) for group in groups)
+    like = groups[0][0].hidden_states
+    most = max(sum(len(job.hidden_states) for job in group) for group in groups)
     # All groups run on one stream, so each may overwrite the one before it.
     staging = torch.empty((most, like.shape[1]), dtype=like.dtype, device=worker.device)
     for group in groups:
         _inject_group(worker, group, staging)
 
 
-def _inject_group(worker: Any, group: list[_Job], staging: torch.Tensor) -> None:
+def _inject_group(
+    worker: DSparkWorkerV2, group: list[_Job], staging: torch.Tensor
+) -> None:
     # Pinned copies: a pageable one would wait for the forward this stream waits for.
     from sglang.srt.utils.common import async_h2d
 
@@ -303,8 +334,10 @@ def _inject_group(worker: Any, group: list[_Job], staging: torch.Tensor) -> None
     columns: list[int] = []
     finals: list[int] = []
     for job in group:
-        count = len(job.rows)
-        staging[len(owners) : len(owners) + count].copy_(job.rows, non_blocking=True)
+        count = len(job.hidden_states)
+        staging[len(owners) : len(owners) + count].copy_(
+            job.hidden_states, non_blocking=True
+        )
         owners += [job.req_pool_idx] * count
         columns += range(job.start, job.start + count)
         finals += [job.final] * count
@@ -325,33 +358,34 @@ def _inject_group(worker: Any, group: list[_Job], staging: torch.Tensor) -> None
         )
 
 
-def _forget_uncovered(worker: Any, slot: int, start: int, seq_len: int) -> None:
+def _forget_uncovered(
+    worker: DSparkWorkerV2, slot: int, start: int, seq_len: int
+) -> None:
     """Make draft KV before ``start`` read the same whoever used the slots before."""
+    draft = current().draft
     pool = worker.draft_model_runner.token_to_kv_pool
     if hasattr(pool, "set_swa_valid_from"):
         _set_valid_from(pool, worker.device, slot, start)
         return
-    first_read = _draft.first_read(seq_len)
+    first_read = draft.first_read(seq_len)
     # Shared slots are not this request's to clear; only a warm-up gets here with them.
-    if first_read >= start or _draft.shares_slots:
+    if first_read >= start or draft.shares_slots:
         return
     if not is_clearable(pool):
-        _say_uncleared(pool)
+        log_once(
+            logger.warning,
+            f"Draft KV pool {type(pool).__name__} keeps no entry per token slot: a "
+            "request without draft context reads what its slots held before, and its "
+            "accept length varies.",
+        )
         return
     table = worker.model_runner.req_to_token_pool.req_to_token
-    zero_kv_rows(pool, table[slot, first_read:start].to(torch.int64))
+    zero_kv(pool, table[slot, first_read:start].to(torch.int64))
 
 
-@functools.cache
-def _say_uncleared(pool: Any) -> None:
-    logger.warning(
-        "Draft KV pool %s keeps no row per token slot: a request without draft context "
-        "reads what its slots held before, and its accept length varies.",
-        type(pool).__name__,
-    )
-
-
-def _set_valid_from(pool: Any, device: Any, slot: int, position: int) -> None:
+def _set_valid_from(
+    pool: KVCache, device: torch.device, slot: int, position: int
+) -> None:
     from sglang.srt.utils.common import async_h2d
 
     if getattr(pool, "swa_valid_from", None) is None:
@@ -362,51 +396,48 @@ def _set_valid_from(pool: Any, device: Any, slot: int, position: int) -> None:
     )
 
 
-def zero_kv_rows(pool: Any, slots: torch.Tensor) -> None:
-    """Zero K and V of token slots ``[n]`` in every layer of a dense pool.
-
-    Raises:
-        RuntimeError: the pool keeps neither rows nor pages by token slot.
-    """
+def zero_kv(pool: KVCache, slots: torch.Tensor) -> None:
+    """Zero K and V of token slots ``[n]`` in every layer of a clearable pool."""
     pool = getattr(pool, "full_kv_pool", pool)
-    if not is_clearable(pool):
-        raise RuntimeError(
-            f"Draft KV pool {type(pool).__name__} keeps no row per token slot, so part "
-            "of a request's draft context cannot be cleared."
-        )
     for buffer in [*pool.k_buffer, *pool.v_buffer]:
+        # As bytes: index_fill_ does not know all dtypes of fp8 pools.
+        buffer = buffer.view(torch.uint8)
         if getattr(pool, "use_hnd", False):
             buffer[slots // pool.page_size, :, slots % pool.page_size] = 0
         else:
             buffer.index_fill_(0, slots, 0)
 
 
-def is_clearable(pool: Any) -> bool:
-    """Whether ``zero_kv_rows`` knows the layout of a pool."""
+def is_clearable(pool: KVCache) -> bool:
+    """Whether ``zero_kv`` knows the layout of a pool."""
     pool = getattr(pool, "full_kv_pool", pool)
     layout = getattr(pool, "kv_cache_layout", "nhd")
     return hasattr(pool, "k_buffer") and layout in ("nhd", "hnd")
 
 
-def save_draft_rows(req: Req, req_to_token_pool: Any) -> None:
-    """Copy the draft rows a resumed request will read to the host."""
-    if _draft is None or not _draft.can_copy:
+def save_draft_kv(req: Req, req_to_token_pool: ReqToTokenPool) -> None:
+    """Copy the draft KV that a resumed request will read to the host."""
+    draft = current().draft
+    if draft is None or not draft.can_copy:
         return
-    slots = _readable_slots(req, req_to_token_pool)
-    backup = _draft.pool.get_cpu_copy(slots) if slots.numel() else None
-    req.dspark_draft_backup = backup
+    slots = _readable_slots(draft, req, req_to_token_pool)
+    req.dspark_draft_backup = draft.pool.get_cpu_copy(slots) if slots.numel() else None
 
 
-def restore_draft_rows(req: Req, req_to_token_pool: Any) -> None:
-    """Write saved draft rows into the slots the resumed request got."""
+def restore_draft_kv(req: Req, req_to_token_pool: ReqToTokenPool) -> None:
+    """Write saved draft KV into the slots the resumed request got."""
+    draft = current().draft
     backup = getattr(req, "dspark_draft_backup", None)
-    if _draft is None or backup is None:
+    if draft is None or backup is None:
         return
     req.dspark_draft_backup = None
-    _draft.pool.load_cpu_copy(backup, _readable_slots(req, req_to_token_pool))
+    slots = _readable_slots(draft, req, req_to_token_pool)
+    draft.pool.load_cpu_copy(backup, slots)
 
 
-def _readable_slots(req: Req, req_to_token_pool: Any) -> torch.Tensor:
+def _readable_slots(
+    draft: Draft, req: Req, req_to_token_pool: ReqToTokenPool
+) -> torch.Tensor:
     end = max(0, req.seqlen - 1)
     table = req_to_token_pool.req_to_token
-    return table[req.kv.req_pool_idx, _draft.first_read(end) : end]
+    return table[req.kv.req_pool_idx, draft.first_read(end) : end]

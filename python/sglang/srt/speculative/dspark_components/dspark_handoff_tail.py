@@ -1,92 +1,106 @@
-"""The tail buffer: one metadata slot per request with the last rows of its prompt.
+"""The tail buffer: one metadata slot per request with the last hidden states of its prompt.
 
 Life cycle of a slot on prefill: the request's slot index is allocated before its
-first forward; every chunk that overlaps the tail copies its rows in behind the
+first forward; every chunk that overlaps the tail copies its hidden states in behind the
 forward that made them (``TailBuffer.take``); ``TailBuffer.finish`` writes the header
-when the last chunk is about to be sent; ``shape_tail_block`` then sends the header and
-exactly the rows that exist. On decode the slot is filled by the transfer, read once
-by ``TailBuffer.read`` and cleared before it is freed.
+when the last chunk is about to be sent; the transfer then sends the header and
+exactly the hidden states that exist. On decode the slot is filled by the transfer, read
+once by ``TailBuffer.read`` and cleared before it is freed.
 
 Only the last pipeline stage owns a buffer: all stages write the same decode slot, and
-an earlier stage would overwrite the rows with its zeros. The buffer is the last of the
-metadata buffers, so a peer without one pairs all the others as before.
+an earlier stage would overwrite it with zeros. The buffer is the last of the metadata
+buffers, so a peer without one pairs all the others as before.
 
-Item layout, ``spec.item_bytes`` bytes: eight int64 words (magic, room, start, count,
-row bytes, fingerprint, prompt tokens, zero), then ``tail_tokens`` rows of
+Slot layout, ``spec.slot_bytes`` bytes: eight int64 words (magic, room, start, count,
+bytes of a token, fingerprint, prompt tokens, zero), then ``tail_tokens`` times
 ``spec.width`` values.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang.srt.environ import envs
-from sglang.srt.speculative.dspark_components.dspark_handoff import (
+from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.speculative.dspark_components.dspark_handoff import TailSpec, current
+from sglang.srt.speculative.dspark_components.handoff_refusals import (
     HEADER_BYTES,
-    TailSpec,
+    TAIL_TOKENS,
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
 MAGIC = 0x4453504B54_0001  # "DSPKT", layout version 1
 FRAME_MAGIC = b"dspark-tail/1:"
-# Room, address, port and session come first in every registration. Releases differ in
-# how many frames follow, so the marked one is looked for behind these.
-_FIRST_TRAILING_FRAME = 4
 
 
 class TailHeader(NamedTuple):
-    """What a slot says about its rows; ``start`` is the position of the first."""
+    """What a slot says about its hidden states; ``start`` is the first position."""
 
     magic: int
     room: int
     start: int
     count: int
-    row_bytes: int
+    token_bytes: int
     fingerprint: int
     prompt_tokens: int
 
 
+class TailLayout(NamedTuple):
+    """Where a decode keeps the tail: which metadata buffer, its stride and meaning."""
+
+    index: int
+    slot_bytes: int
+    fingerprint: int
+
+    @classmethod
+    def of(cls, manager: CommonKVManager, spec: TailSpec) -> TailLayout:
+        last = len(manager.kv_args.aux_data_ptrs) - 1
+        return cls(last, spec.slot_bytes, spec.fingerprint)
+
+
 class _Filled(NamedTuple):
     owner: str  # request id
-    next_position: int  # -1 once a row was skipped
+    next_position: int  # -1 once a token was skipped
 
 
 class TailBuffer:
-    """Rows and headers of ``size`` slots in one uint8 tensor.
+    """Hidden states and headers of ``size`` slots in one uint8 tensor.
 
     Pinned on a machine with CUDA, so that the copies behind a forward do not block.
     """
 
-    def __init__(self, spec: TailSpec, size: int, device: Any = "cpu") -> None:
+    def __init__(
+        self, spec: TailSpec, size: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.spec = spec
         pin = torch.device(device).type == "cpu" and torch.cuda.is_available()
         self.storage = torch.zeros(
-            (size, spec.item_bytes), dtype=torch.uint8, device=device, pin_memory=pin
+            (size, spec.slot_bytes), dtype=torch.uint8, device=device, pin_memory=pin
         )
         self.headers = self.storage[:, :HEADER_BYTES].view(torch.int64)
-        rows = self.storage[:, HEADER_BYTES:].view(spec.dtype)
-        self.rows = rows.unflatten(1, (spec.tail_tokens, spec.width))
-        self.missing_rows = 0
+        values = self.storage[:, HEADER_BYTES:].view(spec.dtype)
+        self.hidden_states = values.unflatten(1, (spec.tail_tokens, spec.width))
+        self.num_incomplete = 0
         self._filled: dict[int, _Filled] = {}
 
     def tail_start(self, prompt_tokens: int) -> int:
         return max(0, prompt_tokens - self.spec.tail_tokens)
 
     def take(self, batch: ScheduleBatch, hidden: torch.Tensor) -> None:
-        """Copy the rows of one extend batch that fall into a tail.
+        """Copy the hidden states of one extend batch that fall into a tail.
 
         Args:
             batch: prefix_lens and extend_lens give each request's token range.
-            hidden: ``[tokens, K * hidden_size]``, packed in request order; rows of
-                graph padding may follow.
+            hidden: ``[tokens, K * hidden_size]``, packed in request order; graph
+                padding may follow.
 
         Raises:
             RuntimeError: hidden is narrower than the spec, or shorter than the batch.
@@ -94,9 +108,10 @@ class TailBuffer:
         tokens = sum(batch.extend_lens)
         if hidden.shape[-1] != self.spec.width or hidden.shape[0] < tokens:
             raise RuntimeError(
-                f"Prefill capture got hidden rows {tuple(hidden.shape)}, expected at "
-                f"least {tokens} rows of {self.spec.width} values for target layers "
-                f"{list(self.spec.layer_ids)}. A pipeline stage dropped its capture."
+                f"Prefill captured hidden states of shape {tuple(hidden.shape)}, "
+                f"expected at least {tokens} tokens of {self.spec.width} values for "
+                f"target layers {list(self.spec.layer_ids)}. A pipeline stage dropped "
+                "its capture."
             )
         offset = 0
         for req, begin, extent in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
@@ -116,7 +131,7 @@ class TailBuffer:
         if low != start and not continues:
             self._filled[slot] = _Filled(req.rid, -1)
             return
-        self.rows[slot, low - start : high - start].copy_(
+        self.hidden_states[slot, low - start : high - start].copy_(
             hidden[low - begin : high - begin], non_blocking=True
         )
         self._filled[slot] = _Filled(req.rid, high)
@@ -124,37 +139,32 @@ class TailBuffer:
     def finish(self, req: Req) -> None:
         """Write the header of a request whose last chunk is about to be sent.
 
-        A tail with a gap is sent as no rows at all: decode must never read a row
-        that was not written for this request.
+        A tail with a gap is sent as an empty one: decode must never read what was not
+        written for this request.
         """
         prompt = len(req.origin_input_ids)
         start = self.tail_start(prompt)
         slot = req.metadata_buffer_index
         complete = self._filled.pop(slot, None) == _Filled(req.rid, prompt)
         if not complete:
-            self.missing_rows += 1
+            self.num_incomplete += 1
             logger.error(
-                "Prefill rows %d to %d of request %s were not captured; decode will "
+                "Hidden states %d to %d of request %s were not captured; decode will "
                 "draft without them (%d such requests so far).",
                 start,
                 prompt,
                 req.rid,
-                self.missing_rows,
+                self.num_incomplete,
             )
-        self._write_header(
-            slot,
-            TailHeader(
-                magic=MAGIC,
-                room=int(req.bootstrap_room or 0),
-                start=start if complete else prompt,
-                count=prompt - start if complete else 0,
-                row_bytes=self.spec.row_bytes,
-                fingerprint=self.spec.fingerprint,
-                prompt_tokens=prompt,
-            ),
+        header = TailHeader(
+            magic=MAGIC,
+            room=int(req.bootstrap_room or 0),
+            start=start if complete else prompt,
+            count=prompt - start if complete else 0,
+            token_bytes=self.spec.token_bytes,
+            fingerprint=self.spec.fingerprint,
+            prompt_tokens=prompt,
         )
-
-    def _write_header(self, slot: int, header: TailHeader) -> None:
         words = torch.tensor([_as_int64(word) for word in header] + [0])
         self.headers[slot].copy_(words)
 
@@ -166,19 +176,54 @@ class TailBuffer:
         return TailHeader(*words[:-1])
 
     def read(self, slot: int, header: TailHeader) -> torch.Tensor:
-        """A copy of the rows a header announces, ``[count, width]``, pinned on CUDA."""
-        rows = self.rows[slot, : header.count]
+        """A copy of what a header announces, ``[count, width]``, pinned on CUDA."""
+        values = self.hidden_states[slot, : header.count]
         out = torch.empty(
-            rows.shape,
-            dtype=rows.dtype,
-            device=rows.device,
-            pin_memory=rows.device.type == "cpu" and torch.cuda.is_available(),
+            values.shape,
+            dtype=values.dtype,
+            device=values.device,
+            pin_memory=values.device.type == "cpu" and torch.cuda.is_available(),
         )
-        return out.copy_(rows)
+        return out.copy_(values)
 
     def clear(self, slot: int) -> None:
         self.headers[slot].zero_()
         self._filled.pop(slot, None)
+
+
+class TailMetadataBuffers(MetadataBuffers):
+    """Upstream's metadata buffers with the tail as one more, the last."""
+
+    tail: TailBuffer
+
+    @classmethod
+    def of(cls, buffers: MetadataBuffers, tail: TailBuffer) -> TailMetadataBuffers:
+        """Take over freshly built buffers that nobody registered yet."""
+        mine = cls.__new__(cls)
+        mine.__dict__.update(buffers.__dict__, tail=tail)
+        return mine
+
+    def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        # Peers pair metadata buffers by position: a new one must be the last.
+        pointers, lengths, slot_lengths = super().get_buf_infos()
+        storage = self.tail.storage
+        return (
+            [*pointers, storage.data_ptr()],
+            [*lengths, storage.nbytes],
+            [*slot_lengths, storage[0].nbytes],
+        )
+
+    def set_buf(self, req: Req) -> None:
+        super().set_buf(req)
+        self.tail.finish(req)
+
+    def clear_slot(self, idx: int) -> None:
+        super().clear_slot(idx)
+        self.tail.clear(idx)
+
+
+def tail_of(buffers: MetadataBuffers) -> TailBuffer | None:
+    return buffers.tail if isinstance(buffers, TailMetadataBuffers) else None
 
 
 def _as_int64(word: int) -> int:
@@ -191,117 +236,97 @@ def same_room(header: TailHeader, room: int | None) -> bool:
     return header.room == _as_int64(int(room or 0))
 
 
-# One scheduler, hence one set of metadata buffers, lives in a process.
-_local: TailBuffer | None = None
-_cap_tokens = 0
-# Kept as long as upstream keeps a peer's registration, which it never drops by age.
-_peers: dict[str, tuple[int, int, int]] = {}
-_without_layout: set[str] = set()
+# -- prefill's forwards -------------------------------------------------------------------
 
 
-def activate(tail: TailBuffer | None, *, cap_tokens: int = 0) -> None:
-    """Make ``tail`` this process's buffer; ``cap_tokens`` limits prefix matches.
-
-    A capturing prefill caps on every pipeline stage, also on those without a buffer:
-    all stages must agree on what is computed.
-    """
-    global _local, _cap_tokens
-    _local, _cap_tokens = tail, cap_tokens
-
-
-def active_tail() -> TailBuffer | None:
-    return _local
-
-
-def tail_of(buffers: MetadataBuffers) -> TailBuffer | None:
-    return getattr(buffers, "dspark_tail", None)
-
-
-def tail_storage(buffers: MetadataBuffers) -> list[torch.Tensor]:
-    """The tail's tensor as a list to append to the registered buffers."""
-    tail = tail_of(buffers)
-    return [] if tail is None else [tail.storage]
-
-
-def finish_tail(buffers: MetadataBuffers, req: Req) -> None:
-    tail = tail_of(buffers)
-    if tail is not None:
-        tail.finish(req)
-
-
-def clear_tail_slot(buffers: MetadataBuffers, slot: int) -> None:
-    tail = tail_of(buffers)
-    if tail is not None:
-        tail.clear(slot)
-
-
-def take_tail_rows(batch: ScheduleBatch, logits_output: Any) -> None:
-    """Keep the tail rows of a finished target forward, and drop the others.
+def take_hidden_states(
+    batch: ScheduleBatch, logits_output: LogitsProcessorOutput
+) -> None:
+    """Keep the tail of a finished target forward, and drop the other hidden states.
 
     Called on the last pipeline stage after every forward; does nothing unless this
-    engine captures. The packed rows of a chunk can be hundreds of megabytes, so they
+    engine captures. The hidden states of a chunk can be hundreds of megabytes, so they
     are released here instead of travelling on with the result.
     """
-    if _local is None or not _cap_tokens:
+    if not _sends_tail():
         return
     hidden = logits_output.hidden_states
     if hidden is None:
         return
     if getattr(logits_output, "hidden_states_token_indices", None) is not None:
         raise RuntimeError(
-            "Prefill capture got rows of a part of the tokens only; this attention "
+            "Prefill captured hidden states of a part of the tokens only; this attention "
             "backend drops late-layer tokens and cannot serve a handoff."
         )
     # An idle rank of DP attention runs dummy tokens, or none, for no request.
     if batch.reqs and batch.extend_lens is not None:
-        _local.take(batch, hidden)
+        current().tail.take(batch, hidden)
     logits_output.hidden_states = None
 
 
 def cap_prefix_match(max_prefix_len: int, input_len: int) -> int:
     """Limit a prefix-cache match so that the tail is always computed.
 
-    Cached tokens produce no hidden rows; recomputing T of them is the whole price.
+    Cached tokens produce no hidden states; recomputing the last T, rounded up to whole
+    pages, is the price of a hit.
     """
-    if not _cap_tokens:
+    tokens = current().cap_tokens
+    if not tokens:
         return max_prefix_len
-    return min(max_prefix_len, max(0, input_len - _cap_tokens))
+    return min(max_prefix_len, max(0, input_len - tokens))
 
 
-def append_tail_frame(manager: Any, message: list[bytes]) -> None:
+# -- the wire -----------------------------------------------------------------------------
+
+
+def append_tail_frame(manager: CommonKVManager, message: list[bytes]) -> None:
     """Tell prefill where in this decode's metadata the tail sits, and its shape.
 
     One frame, recognised by its first bytes wherever it stands behind upstream's.
     Without it prefill has no right to write: slots are addressed with the stride, and
     a stride of another tail length would hit another request's slot.
     """
-    if _local is None or _cap_tokens:
+    handoff = current()
+    if handoff.tail is None or handoff.cap_tokens:
         return
-    index = len(manager.kv_args.aux_data_ptrs) - 1
-    layout = (index, _local.spec.item_bytes, _local.spec.fingerprint)
+    layout = TailLayout.of(manager, handoff.tail.spec)
     message.append(FRAME_MAGIC + ",".join(str(word) for word in layout).encode())
 
 
-def note_peer_tail(message: list[bytes]) -> None:
-    """Remember the tail layout of a decode that registers; malformed means none."""
-    peer = message[3].decode("ascii")
-    layout = None
-    for frame in message[_FIRST_TRAILING_FRAME:]:
-        if frame.startswith(FRAME_MAGIC):
-            layout = _parse_frame(frame)
-    _peers.pop(peer, None)
-    if layout is not None:
-        _peers[peer] = layout
-    _without_layout.discard(peer)
+def read_registrations() -> None:
+    """Have every decode's registration read for the place of its tail."""
+    from sglang.srt.disaggregation.common.admission import registration_readers
+
+    if read_layout not in registration_readers:
+        registration_readers.append(read_layout)
 
 
-def _parse_frame(frame: bytes) -> tuple[int, int, int] | None:
-    try:
-        index, item_bytes, fingerprint = frame[len(FRAME_MAGIC) :].split(b",")
-        return int(index), int(item_bytes), int(fingerprint)
-    except ValueError:
-        logger.error("Ignoring a malformed tail frame: %r", frame[:80])
-        return None
+def read_layout(manager: CommonKVManager, message: list[bytes]) -> str | None:
+    """Take the tail's frame off a decode's registration.
+
+    Returns:
+        Why this prefill refuses the decode, or None.
+    """
+    from sglang.srt.disaggregation.common.admission import Envelope
+
+    peer = Envelope.read(message).decode
+    handoff = current()
+    handoff.peers.pop(peer, None)
+    frames = [frame for frame in message if frame.startswith(FRAME_MAGIC)]
+    for frame in frames:
+        message.remove(frame)
+        words = frame[len(FRAME_MAGIC) :].split(b",")
+        try:
+            handoff.peers[peer] = TailLayout(*(int(word) for word in words))
+        except (TypeError, ValueError):
+            return f"[PD-MALFORMED] its tail frame cannot be read: {frame[:80]!r}"
+    if handoff.cap_tokens and not frames:
+        return (
+            "[PD-MODE] this prefill captures hidden states for a tail, and decode "
+            f"announced no place for one. Set {TAIL_TOKENS} on decode to this prefill's "
+            "value and run DSPARK there, or run DSPARK on prefill."
+        )
+    return None
 
 
 def tail_explains_aux_count(num_local: int, num_remote: int, peer: str) -> bool:
@@ -310,70 +335,45 @@ def tail_explains_aux_count(num_local: int, num_remote: int, peer: str) -> bool:
     True for a pipeline stage before the last, and for a prefill that hands over
     draft KV to a decode that can also take a tail.
     """
-    if num_local == num_remote:
-        return True
-    own = 1 if _local is not None else 0
-    return num_local - own == num_remote - (1 if peer in _peers else 0)
+    handoff = current()
+    own = 1 if handoff.tail is not None else 0
+    return num_local - own == num_remote - (1 if peer in handoff.peers else 0)
 
 
-def _say_without_layout(peer: str) -> None:
-    if peer in _without_layout:
-        return
-    _without_layout.add(peer)
-    logger.warning(
-        "Decode %s announced no place for rows; its requests get none and draft "
-        "without context. Set %s on it to this engine's value.",
-        peer,
-        envs.SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS.name,
-    )
-
-
-def shape_tail_block(
-    manager: Any,
-    peer: str,
-    *,
-    slot: int,
-    peer_slot: int,
-    peer_ptrs: list[int],
-) -> tuple[int, int, int] | None:
-    """Where and how much of a finished slot to send, or None to send no tail.
+def _tail_block(
+    manager: CommonKVManager, peer: str, slots: tuple[int, int], peer_ptrs: list[int]
+) -> tuple[int, int, int]:
+    """The part of a finished slot to send.
 
     Args:
-        slot, peer_slot: metadata slots here and there.
+        slots: metadata slots here and at the peer.
         peer_ptrs: the peer's metadata buffer addresses.
 
     Returns:
-        (source address, destination address, bytes): the header and the rows that
-        exist, at the peer's own stride.
+        (source address, destination address, bytes): the header and the hidden states
+        that exist, at the peer's own stride.
 
     Raises:
         RuntimeError: the peer expects a tail of another shape.
     """
-    if _local is None or not _cap_tokens:
-        return None
-    layout = _peers.get(peer)
-    if layout is None:
-        _say_without_layout(peer)
-        return None
-    index, item_bytes, fingerprint = layout
-    own = (len(manager.kv_args.aux_data_ptrs) - 1, _local.spec.item_bytes)
-    if (index, item_bytes) != own or fingerprint != _local.spec.fingerprint:
+    tail, layout = current().tail, current().peers.get(peer)
+    own = TailLayout.of(manager, tail.spec)
+    if layout != own:
         raise RuntimeError(
-            "The engines disagree on the tail of hidden rows: prefill sends "
-            f"{own[1]} bytes a request as metadata buffer {own[0]}, target layers "
-            f"{list(_local.spec.layer_ids)} (mark {_local.spec.fingerprint:x}); decode "
-            f"expects {item_bytes} bytes as buffer {index} (mark {fingerprint:x}). "
-            "Set the tail length and the layer ids alike on both engines."
+            f"The engines disagree on the tail: prefill sends {own} of target layers "
+            f"{list(tail.spec.layer_ids)}; decode expects {layout}. Set the tail length "
+            "and the layer ids alike on both engines."
         )
-    header = _local.header(slot)
+    slot, peer_slot = slots
+    header = tail.header(slot)
     count = 0 if header is None else header.count
-    source = manager.kv_args.aux_data_ptrs[-1] + slot * _local.spec.item_bytes
-    target = peer_ptrs[index] + peer_slot * item_bytes
-    return source, target, HEADER_BYTES + count * _local.spec.row_bytes
+    source = manager.kv_args.aux_data_ptrs[-1] + slot * own.slot_bytes
+    target = peer_ptrs[own.index] + peer_slot * own.slot_bytes
+    return source, target, HEADER_BYTES + count * tail.spec.token_bytes
 
 
-def reshape_nixl_aux(
-    manager: Any,
+def cut_nixl_aux(
+    manager: CommonKVManager,
     peer: str,
     slots: tuple[int, int],
     peer_ptrs: list[int],
@@ -384,31 +384,27 @@ def reshape_nixl_aux(
     Args:
         slots: metadata slots here and at the peer.
         blocks: (address, bytes, device) of sources and of targets.
+
+    Raises:
+        RuntimeError: the peer expects a tail of another shape.
     """
-    if _local is None or not _cap_tokens:
+    if not _sends_tail():
         return
     sources, targets = blocks
     while len(sources) >= len(manager.kv_args.aux_data_ptrs):
         sources.pop()
         targets.pop()
-    block = shape_tail_block(
-        manager,
-        peer,
-        slot=slots[0],
-        peer_slot=slots[1],
-        peer_ptrs=peer_ptrs,
-    )
-    if block is not None:
-        sources.append((block[0], block[2], 0))
-        targets.append((block[1], block[2], 0))
+    source, target, length = _tail_block(manager, peer, slots, peer_ptrs)
+    sources.append((source, length, 0))
+    targets.append((target, length, 0))
 
 
-def reshape_mooncake_aux(
-    manager: Any,
+def cut_mooncake_aux(
+    manager: CommonKVManager,
     peer: str,
     slots: tuple[int, int],
     peer_ptrs: list[int],
-    blocks: list[tuple],
+    blocks: list[tuple[int, int, int]],
 ) -> bool:
     """Replace the whole-slot tail block of a Mooncake metadata send, in place.
 
@@ -420,21 +416,18 @@ def reshape_mooncake_aux(
         False when nothing may be sent; the reason is logged. The sender reports a
         failed send for its room then, where an error would end its thread.
     """
-    if _local is None or not _cap_tokens:
+    if not _sends_tail():
         return True
     while len(blocks) >= len(manager.kv_args.aux_data_ptrs):
         blocks.pop()
     try:
-        block = shape_tail_block(
-            manager,
-            peer,
-            slot=slots[0],
-            peer_slot=slots[1],
-            peer_ptrs=peer_ptrs,
-        )
+        blocks.append(_tail_block(manager, peer, slots, peer_ptrs))
     except RuntimeError as error:
         logger.error("Sending nothing to decode %s: %s", peer, error)
         return False
-    if block is not None:
-        blocks.append(block)
     return True
+
+
+def _sends_tail() -> bool:
+    handoff = current()
+    return handoff.tail is not None and handoff.cap_tokens > 0

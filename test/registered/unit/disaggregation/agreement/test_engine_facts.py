@@ -6,9 +6,7 @@ is what its pools allocate; an engine that cannot describe itself starts all the
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import os
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -213,16 +211,16 @@ class TestRingFacts(CustomTestCase):
         if not hasattr(pools, "resolve_compress_state_ring_size"):
             self.skipTest("ring sizes of this release do not depend on draft tokens")
         try:
-            from sglang.srt.speculative.dspark_components import dspark_handoff_knobs
+            from sglang.srt.speculative.dspark_components import dspark_handoff
         except ImportError:
             self.skipTest("the handoff serves 0.5.23 and later")
         for capturing in (True, False):
             for told in (0, 6):
                 for block in (0, 3):
                     with self.subTest(capturing=capturing, told=told, block=block):
-                        self.compare(dspark_handoff_knobs, capturing, told, block)
+                        self.compare(dspark_handoff, capturing, told, block)
 
-    def compare(self, knobs, capturing, told, block):
+    def compare(self, handoff, capturing, told, block):
         config = {**V4, "compress_ratios": [0, 4, 128, 2]}
         if block:
             config["dspark_block_size"] = block
@@ -233,17 +231,11 @@ class TestRingFacts(CustomTestCase):
             "prefill", PLAIN_ARGS, target=config, draft=None, environ=environ
         ).get("rings")
         spec = SimpleNamespace(speculative_algorithm=None)
-        hf_config = SimpleNamespace(
-            architectures=["DeepseekV4ForCausalLM"], dspark_block_size=block or None
-        )
-        with (
-            mock.patch.dict(os.environ, environ),
-            mock.patch.object(knobs, "_peer_draft_tokens", 0),
-            mock.patch.object(pools, "get_spec", lambda: spec),
-        ):
-            if capturing:
-                with contextlib.suppress(knobs.HandoffConfigError):
-                    knobs.expect_peer_draft_tokens(hf_config)
+        facts = handoff.rules.facts_from({}, environ, config, None, "prefill")
+        tokens = handoff.rules.peer_draft_tokens(facts) if capturing else 0
+        handoff.activate(peer_draft_tokens=tokens or 0)
+        self.addCleanup(handoff.deactivate)
+        with mock.patch.object(pools, "get_spec", lambda: spec):
             self.assertEqual(engine_facts._rings(["4", "2"]), guessed)
 
 

@@ -1,4 +1,4 @@
-"""Decode's side of the tail: rows are taken in time, checked and injected in place.
+"""Decode's side of the tail: it is taken in time, checked and injected in place.
 
 The draft is a stand-in that records what it is asked to write; slots, positions,
 grouping and clearing are those of the real path.
@@ -19,7 +19,11 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache import common as mem_cache_common
 from sglang.srt.speculative.dspark_components import dspark_handoff_decode as decode
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
-from sglang.srt.speculative.dspark_components.dspark_handoff import TailSpec
+from sglang.srt.speculative.dspark_components.dspark_handoff import (
+    TailSpec,
+    activate,
+    deactivate,
+)
 from sglang.srt.speculative.dspark_components.dspark_kv_inject import (
     TargetHiddenKvInjector,
 )
@@ -42,12 +46,18 @@ def make_spec(tail_tokens=4, window_need=4, layer_ids=(0, 1, 2)) -> TailSpec:
 
 
 def make_buffers(spec=None):
-    return SimpleNamespace(dspark_tail=tails.TailBuffer(spec or make_spec(), SLOTS))
+    tail = tails.TailBuffer(spec or make_spec(), SLOTS)
+    return tails.TailMetadataBuffers.of(SimpleNamespace(), tail)
+
+
+def adopt(pool, window_need, **more):
+    """Name the draft whose context this process looks after."""
+    activate(draft=decode.Draft.of(pool, window_need, **more))
 
 
 def fill(buffers, prompt, slot=0, room=ROOM, spec=None, salt=0):
     """What a finished transfer leaves in a slot; returns its rows."""
-    tail = tails.TailBuffer(spec or buffers.dspark_tail.spec, SLOTS)
+    tail = tails.TailBuffer(spec or buffers.tail.spec, SLOTS)
     req = SimpleNamespace(
         rid="p",
         origin_input_ids=[0] * prompt,
@@ -58,8 +68,8 @@ def fill(buffers, prompt, slot=0, room=ROOM, spec=None, salt=0):
     batch = SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[prompt])
     tail.take(batch, hidden)
     tail.finish(req)
-    width = min(tail.storage.shape[1], buffers.dspark_tail.storage.shape[1])
-    buffers.dspark_tail.storage[slot, :width] = tail.storage[slot, :width]
+    width = min(tail.storage.shape[1], buffers.tail.storage.shape[1])
+    buffers.tail.storage[slot, :width] = tail.storage[slot, :width]
     return hidden[-min(prompt, tail.spec.tail_tokens) :]
 
 
@@ -70,11 +80,13 @@ def make_req(room=ROOM, row=1, rid="d"):
     )  # fmt: skip
 
 
-def received(req, mode=None):
+def received(req, mode=None, address="h:1"):
     """A request as the transfer queue holds it; ``mode`` is what its prefill says."""
     peer = PrefillPeer(description={"mode": mode} if mode else None)
-    manager = SimpleNamespace(prefill_peers={"h:1": peer})
-    receiver = SimpleNamespace(kv_mgr=manager, bootstrap_addr="h:1", clear=lambda: None)
+    manager = SimpleNamespace(prefill_peers={address: peer})
+    receiver = SimpleNamespace(
+        kv_mgr=manager, bootstrap_addr=address, clear=lambda: None
+    )
     return SimpleNamespace(
         req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False
     )
@@ -106,6 +118,12 @@ class MaskedPool(Pool):
 
     def set_swa_valid_from(self, rows, positions):
         self.swa_valid_from[rows] = positions
+
+
+class VectorizedPool(Pool):
+    """A pool whose layout has no entry per token slot."""
+
+    kv_cache_layout = "vectorized_5d"
 
 
 class Draft:
@@ -151,17 +169,23 @@ def make_batch(*pairs):
 
 
 class DraftCase(CustomTestCase):
-    def setUp(self):
-        self.addCleanup(decode.forget_draft)
-        decode.adopt_draft(Pool(), 4)
+    """One rank, unless a test says otherwise."""
 
-    def commit(self, buffers, req, slot=0, mode=None):
-        decode.commit_tail_rows(buffers, slot, received(req, mode))
+    def setUp(self):
+        self.addCleanup(deactivate)
+        one_rank = mock.patch("torch.distributed.get_world_size", lambda _: 1)
+        one_rank.start()
+        self.addCleanup(one_rank.stop)
+        adopt(Pool(), 4)
+
+    def commit(self, buffers, req, slot=0, mode=None, group=None, address="h:1"):
+        queue = SimpleNamespace(metadata_buffers=buffers, gloo_group=group)
+        decode.commit_tail(queue, slot, received(req, mode, address))
         return req
 
 
 class TestCommit(DraftCase):
-    def test_commit_takes_rows(self):
+    def test_commit_takes_the_tail(self):
         """The queue's own commit takes the rows while the slot is still the request's."""
         buffers = make_buffers()
         expected = fill(buffers, 9)
@@ -169,22 +193,23 @@ class TestCommit(DraftCase):
         queue = object.__new__(decode_module.DecodeTransferQueue)
         queue.scheduler, queue.metadata_buffers = mock.MagicMock(), buffers
         queue.scheduler.kv_checksum_computer = None
+        queue.gloo_group = None
         queue.spec_algorithm = SimpleNamespace(is_none=lambda: True)
         queue._commit_hicache_local_restore_to_req = lambda _: None
         req = make_req()
         req.output_ids, req.return_logprob, req.return_sampling_mask = [], False, False
         req.time_stats = mock.Mock()
         queue._commit_transfer_to_req(received(req))
-        buffers.dspark_tail.storage.zero_()
-        torch.testing.assert_close(req.dspark_tail_rows.rows, expected)
-        self.assertEqual(req.dspark_tail_rows[:2], (5, 9))
+        buffers.tail.storage.zero_()
+        torch.testing.assert_close(req.dspark_tail.hidden_states, expected)
+        self.assertEqual(req.dspark_tail[:2], (5, 9))
 
     def test_short_prompt(self):
         buffers = make_buffers()
         expected = fill(buffers, 2)
-        taken = self.commit(buffers, make_req()).dspark_tail_rows
+        taken = self.commit(buffers, make_req()).dspark_tail
         self.assertEqual(taken[:2], (0, 2))
-        torch.testing.assert_close(taken.rows, expected)
+        torch.testing.assert_close(taken.hidden_states, expected)
 
     def test_draft_kv_is_kept_only_where_it_came(self):
         """Without a header it is the prefill's mode that says what was written."""
@@ -200,48 +225,82 @@ class TestCommit(DraftCase):
         ):
             with self.subTest(mode=mode, buffers=buffers.__name__):
                 req = self.commit(buffers(), make_req(), mode=mode)
-                expected = None if kept else decode.NO_ROWS
-                self.assertEqual(req.dspark_tail_rows, expected)
+                expected = None if kept else decode.NO_TAIL
+                self.assertEqual(req.dspark_tail, expected)
                 self.assertIsNone(req.finished_reason)
 
     def test_undescribed_prefill_is_named_once(self):
         with self.assertLogs(decode.logger, "WARNING") as logs:
             for _ in range(3):
-                self.commit(make_buffers(), make_req())
+                self.commit(make_buffers(), make_req(), address="named-once:1")
         self.assertEqual(len(logs.output), 1)
-        self.assertIn("h:1", logs.output[0])
+        self.assertIn("named-once:1", logs.output[0])
+
+    def test_ranks_abort_together(self):
+        """Ranks that run different batches would hang at the next collective."""
+        fits, fits_not = make_buffers(), make_buffers()
+        fill(fits, 9)
+        fill(fits_not, 9, room=78)
+        asked = []
+
+        def one_of_two(mine):
+            def reduce(flags, group, op):
+                asked.append((flags, group, op))
+                return [max(flags[0], mine)]
+
+            return mock.patch(
+                "sglang.srt.disaggregation.utils.all_reduce_flags", reduce
+            )
+
+        with one_of_two(1), self.assertLogs(decode.logger, "ERROR"):
+            req = self.commit(fits, make_req(), group="ranks")
+        self.assertIn("another rank", req.finished_reason.message)
+        with one_of_two(0), self.assertLogs(decode.logger, "ERROR"):
+            req = self.commit(fits_not, make_req(), group="ranks")
+        self.assertIn("room 78", req.finished_reason.message)
+        with one_of_two(0):
+            self.assertIsNone(self.commit(fits, make_req()).finished_reason)
+        self.assertEqual([flags for flags, *_ in asked], [[0], [1], [0]])
+        self.assertEqual(asked[0][1:], ("ranks", torch.distributed.ReduceOp.MAX))
+
+    def test_decode_without_a_tail_asks_no_other_rank(self):
+        """Nothing can go wrong for it, so it pays for no collective."""
+        reduce = mock.Mock(side_effect=AssertionError)
+        with mock.patch("sglang.srt.disaggregation.utils.all_reduce_flags", reduce):
+            for mode in ("native", "none"):
+                self.commit(SimpleNamespace(), make_req(), mode=mode)
 
     def test_warm_up_brings_nothing(self):
         req = make_req()
         req.bootstrap_host = FAKE_BOOTSTRAP_HOST
         self.commit(make_buffers(), req, mode="native")
-        self.assertEqual(req.dspark_tail_rows, decode.NO_ROWS)
+        self.assertEqual(req.dspark_tail, decode.NO_TAIL)
 
     def test_slots_that_are_no_rows_are_left_alone(self):
         """Under --dcp-size and the like they would name rows of other requests."""
-        decode.adopt_draft(Pool(), 4, plain_slots=False)
+        adopt(Pool(), 4, plain_slots=False)
         req = self.commit(SimpleNamespace(), make_req(), mode="none")
-        self.assertIsNone(req.dspark_tail_rows)
+        self.assertIsNone(req.dspark_tail)
 
     def test_engine_without_draft(self):
-        decode.forget_draft()
+        deactivate()
         req = self.commit(make_buffers(), make_req())
-        self.assertFalse(hasattr(req, "dspark_tail_rows"))
+        self.assertFalse(hasattr(req, "dspark_tail"))
 
     def test_no_rows_with_shared_slots(self):
         """Clearing them would change the draft KV of other requests."""
-        decode.adopt_draft(Pool(), 4, shares_slots=True)
+        adopt(Pool(), 4, shares_slots=True)
         buffers = make_buffers()
         fill(buffers, 9)
         self.assertIsNone(self.commit(buffers, make_req()).finished_reason)
-        buffers.dspark_tail.headers[0, 2:4] = torch.tensor([9, 0])
+        buffers.tail.headers[0, 2:4] = torch.tensor([9, 0])
         self.refused(buffers, "enable-radix-cache")
-        buffers.dspark_tail.clear(0)
+        buffers.tail.clear(0)
         self.refused(buffers, "enable-radix-cache")
         warm_up = make_req()
         warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
         self.assertIsNone(self.commit(buffers, warm_up).finished_reason)
-        decode.adopt_draft(MaskedPool(), 4, shares_slots=True)
+        adopt(MaskedPool(), 4, shares_slots=True)
         self.assertIsNone(self.commit(buffers, make_req()).finished_reason)
 
     def refused(self, buffers, pattern, room=ROOM):
@@ -265,7 +324,7 @@ class TestCommit(DraftCase):
     def test_other_layout_version_is_refused(self):
         buffers = make_buffers()
         fill(buffers, 9)
-        buffers.dspark_tail.headers[0, 0] += 1
+        buffers.tail.headers[0, 0] += 1
         self.refused(buffers, "the same release")
 
     def test_impossible_counts_are_refused(self):
@@ -273,8 +332,8 @@ class TestCommit(DraftCase):
             with self.subTest(word=word):
                 buffers = make_buffers()
                 fill(buffers, 9)
-                buffers.dspark_tail.headers[0, word] = value
-                self.refused(buffers, "announced rows")
+                buffers.tail.headers[0, word] = value
+                self.refused(buffers, "announced tokens")
 
 
 def committed_fields():
@@ -307,7 +366,7 @@ class TestInject(DraftCase):
         return set(table[row, begin:end].tolist())
 
     def inject(self, *pairs):
-        decode.inject_tail_rows(self.scheduler, make_batch(*pairs))
+        decode.inject_tails(self.scheduler, make_batch(*pairs))
         return self.worker.draft_model.calls
 
     def test_rows_go_to_the_requests_own_slots(self):
@@ -318,7 +377,7 @@ class TestInject(DraftCase):
         table = self.worker.model_runner.req_to_token_pool.req_to_token
         self.assertEqual(slots.tolist(), table[2, 5:9].tolist())
         self.assertEqual(self.worker.entered, [True])
-        self.assertIsNone(req.dspark_tail_rows)
+        self.assertIsNone(req.dspark_tail)
 
     def test_batch_is_one_call(self):
         """Requests with many, few and no rows share one write."""
@@ -345,7 +404,7 @@ class TestInject(DraftCase):
 
         for rows, sizes in ((8, [8, 8]), (6, [6, 6, 4]), (3, [3] * 5 + [1])):
             for req, mine in arrived:
-                req.dspark_tail_rows = decode.TailRows(5, 9, mine)
+                req.dspark_tail = decode.Tail(5, 9, mine)
             limit = rows * row_bytes + row_bytes // 2
             allocated.clear()
             self.worker.draft_model.calls.clear()
@@ -366,7 +425,7 @@ class TestInject(DraftCase):
         rows = torch.zeros(5, WIDTH)
         with mock.patch.object(decode, "MAX_BYTES_PER_CALL", 2 * rows[0].nbytes):
             groups = list(decode._groups([decode._Job(0, 3, 7, rows)]))
-        found = [(job.start, len(job.rows), job.final) for (job,) in groups]
+        found = [(job.start, len(job.hidden_states), job.final) for (job,) in groups]
         self.assertEqual(found, [(3, 2, 7), (5, 2, 7), (7, 1, 7)])
 
     def test_native_draft_kv_is_left_alone(self):
@@ -383,7 +442,7 @@ class TestInject(DraftCase):
         warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
         for buffers in (self.buffers, SimpleNamespace()):
             for mode, req in (("none", make_req(row=2)), ("native", warm_up)):
-                with self.subTest(mode=mode, tail=hasattr(buffers, "dspark_tail")):
+                with self.subTest(mode=mode, tail=hasattr(buffers, "tail")):
                     self.worker = make_worker()
                     self.scheduler = make_scheduler(buffers, self.worker)
                     self.commit(buffers, req, mode=mode)
@@ -391,7 +450,7 @@ class TestInject(DraftCase):
                     self.assertEqual(self.cleared(), self.slots(2, 5, 9))
 
     def test_shared_slots_are_not_cleared(self):
-        decode.adopt_draft(Pool(), 4, shares_slots=True)
+        adopt(Pool(), 4, shares_slots=True)
         req = make_req(row=2)
         req.bootstrap_host = FAKE_BOOTSTRAP_HOST
         self.commit(self.buffers, req)
@@ -408,14 +467,14 @@ class TestInject(DraftCase):
 
     def test_uncovered_rows_are_cleared(self):
         """Acceptance must not depend on who used the slots before."""
-        decode.adopt_draft(Pool(), None)
+        adopt(Pool(), None)
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
         self.assertEqual(self.cleared(), self.slots(2, 0, 5))
 
     def test_only_the_window_is_cleared(self):
         self.buffers = make_buffers(make_spec(tail_tokens=2, window_need=5))
-        decode.adopt_draft(Pool(), 5)
+        adopt(Pool(), 5)
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
         self.assertEqual(self.cleared(), self.slots(2, 4, 7))
@@ -428,7 +487,7 @@ class TestInject(DraftCase):
     def test_incomplete_tail_is_cleared_not_read(self):
         req = make_req(row=2)
         fill(self.buffers, 9)
-        self.buffers.dspark_tail.headers[0, 2:4] = torch.tensor([9, 0])
+        self.buffers.tail.headers[0, 2:4] = torch.tensor([9, 0])
         self.commit(self.buffers, req)
         self.assertEqual(self.inject((req, 9)), [])
         self.assertEqual(self.cleared(), self.slots(2, 5, 9))
@@ -459,17 +518,14 @@ class TestInject(DraftCase):
         pool.use_hnd, pool.kv_cache_layout, pool.page_size = True, "hnd", 4
         pool.k_buffer = [torch.ones(3, HEADS, 4, 2)]
         pool.v_buffer = [torch.ones(3, HEADS, 4, 3)]
-        decode.zero_kv_rows(pool, torch.tensor([1, 6, 7]))
+        decode.zero_kv(pool, torch.tensor([1, 6, 7]))
         for buf in pool.k_buffer + pool.v_buffer:
             by_slot = buf.transpose(1, 2).flatten(0, 1)
             zero = torch.nonzero((by_slot == 0).flatten(1).all(1)).flatten()
             self.assertEqual(zero.tolist(), [1, 6, 7])
 
-    def test_pool_without_rows_per_slot_is_named(self):
-        pool = Pool()
-        pool.kv_cache_layout = "vectorized_5d"
-        with self.assertRaisesRegex(RuntimeError, "keeps no row per token slot"):
-            decode.zero_kv_rows(pool, torch.tensor([0]))
+    def test_pool_without_entries_per_slot_is_named_once(self):
+        pool = VectorizedPool()
         self.worker = make_worker(pool)
         self.scheduler = make_scheduler(self.buffers, self.worker)
         with self.assertLogs(decode.logger, "WARNING") as logs:
@@ -477,6 +533,19 @@ class TestInject(DraftCase):
                 cold = self.commit(self.buffers, make_req(), mode="none")
                 self.inject((cold, 9))
         self.assertEqual(len(logs.output), 1)
+        self.assertIn("VectorizedPool", logs.output[0])
+
+    def test_fp8_pools_are_cleared(self):
+        """Storage of an fp8 pool may have a dtype that index_fill_ does not know."""
+        pool = Pool()
+        dtype = torch.float8_e4m3fn
+        pool.k_buffer = [torch.ones(8, HEADS, 2).to(dtype)]
+        pool.v_buffer = [torch.ones(8, HEADS, 3).to(dtype)]
+        decode.zero_kv(pool, torch.tensor([1, 6]))
+        for buf in pool.k_buffer + pool.v_buffer:
+            zero = torch.nonzero((buf.float() == 0).flatten(1).all(1)).flatten()
+            self.assertEqual(zero.tolist(), [1, 6])
+            self.assertEqual(int((buf.float() == 1).flatten(1).all(1).sum()), 6)
 
     def test_prebuilt_batch_is_injected(self):
         """After the slots are final and before the batch can be merged and run."""
@@ -489,7 +558,7 @@ class TestInject(DraftCase):
         scheduler._get_new_prebuilt_batch.return_value = batch
         mixin = decode_module.SchedulerDisaggregationDecodeMixin
         inject = lambda *_: order.append("inject")  # noqa: E731
-        with mock.patch.object(decode, "inject_tail_rows", inject):
+        with mock.patch.object(decode, "inject_tails", inject):
             mixin.get_new_prebuilt_batch(scheduler, None)
         self.assertEqual(order, ["prebuilt", "inject"])
 
@@ -498,7 +567,7 @@ class TestRetraction(CustomTestCase):
     """Draft KV moves with the request, whatever its new slots held."""
 
     def setUp(self):
-        self.addCleanup(decode.forget_draft)
+        self.addCleanup(deactivate)
         table = torch.arange(SLOTS * 16).view(SLOTS, 16)
         self.table = SimpleNamespace(req_to_token=table)
         self.pool = Pool()
@@ -510,29 +579,37 @@ class TestRetraction(CustomTestCase):
 
     def retract_and_resume(self, backend="cpu_tensor"):
         self.req.offload_kv_cache = self.req.load_kv_cache = lambda *_: None
+        tree = mock.MagicMock()
         no_rebootstrap = mock.patch.object(
             mem_cache_common, "dsv4_needs_rebootstrap", lambda _: False
         )
         with no_rebootstrap:
-            mem_cache_common.backup_kv_cache(self.req, None, self.table, None, backend)
+            mem_cache_common.backup_kv_cache(self.req, tree, self.table, None, backend)
         before = [buf[16:32].clone() for buf in self.pool.k_buffer + self.pool.v_buffer]
         for buf in self.pool.k_buffer + self.pool.v_buffer:
             buf.fill_(-1)
         self.req.kv.req_pool_idx = 2
-        mem_cache_common.restore_kv_cache(self.req, None, self.table, None, backend)
+        mem_cache_common.restore_kv_cache(self.req, tree, self.table, None, backend)
         after = [buf[32:48] for buf in self.pool.k_buffer + self.pool.v_buffer]
         return before, after
 
-    def test_backup_saves_draft_rows(self):
-        decode.adopt_draft(self.pool, None)
+    def test_host_pool_makes_no_second_copy(self):
+        """Decode's default on CUDA backs up the draft's pool with the target's."""
+        adopt(self.pool, None)
+        self.pool.get_cpu_copy = mock.Mock(side_effect=AssertionError)
+        _, after = self.retract_and_resume("host_pool")
+        self.assertTrue(all((buf == -1).all() for buf in after))
+
+    def test_cpu_backup_saves_draft_kv(self):
+        adopt(self.pool, None)
         before, after = self.retract_and_resume()
         for mine, theirs in zip(before, after, strict=True):
             torch.testing.assert_close(mine[:9], theirs[:9])
             self.assertTrue((theirs[9:] == -1).all())
 
-    def test_restore_writes_draft_rows(self):
+    def test_restore_writes_draft_kv(self):
         """A sliding draft needs its window only."""
-        decode.adopt_draft(self.pool, 4)
+        adopt(self.pool, 4)
         before, after = self.retract_and_resume()
         for mine, theirs in zip(before, after, strict=True):
             torch.testing.assert_close(mine[5:9], theirs[5:9])
@@ -540,7 +617,7 @@ class TestRetraction(CustomTestCase):
         self.assertIsNone(self.req.dspark_draft_backup)
 
     def test_other_engines_save_nothing(self):
-        decode.forget_draft()
+        deactivate()
         _, after = self.retract_and_resume()
         self.assertTrue(all((buf == -1).all() for buf in after))
 

@@ -2,8 +2,9 @@
 
 Pins the whole contract of ``disagg_first_decode``: what DSPARK rebuilds with the
 overlap schedule on and off, what the relay holds then, what happens to an
-algorithm that rebuilds nothing, and the start-up refusal that keeps such an
-algorithm from ever getting there.
+algorithm that rebuilds nothing, the start-up refusal that keeps such an algorithm
+from ever getting there, and that the relay never answers for a batch that nobody
+relayed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import torch
 
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.disaggregation import decode_schedule_batch_mixin
-from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import spec_utils
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dspark_components import disagg_first_decode
 from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -33,6 +35,7 @@ register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 DSPARK = SpeculativeAlgorithm.DSPARK
 POOL_ROWS = 8
+STALE_TOKEN = 999
 # DSPARK relays no hidden states; asking would need a published server config.
 no_hidden_states = mock.patch(
     "sglang.srt.speculative.spec_utils.spec_need_hidden_states", return_value=False
@@ -110,7 +113,7 @@ class TestDSparkHandoffInput(CustomTestCase):
                 self.assertEqual(batch.spec_info.bonus_tokens.tolist(), [41, 42])
                 self.assertEqual(batch.spec_info.new_seq_lens.tolist(), [30, 7])
 
-    def test_overlap_rows_are_relayed(self):
+    def test_overlap_input_is_relayed(self):
         """The next step reads the relay by request row and must find these tokens."""
         batch, future_map = hand_off(overlap=True)
         self.assertEqual(batch.spec_info.future_indices.tolist(), [5, 2])
@@ -123,7 +126,7 @@ class TestDSparkHandoffInput(CustomTestCase):
         batch, _ = hand_off(overlap=False)
         self.assertIsNone(batch.spec_info.future_indices)
 
-    def test_handed_off_rows_survive_filter_and_merge(self):
+    def test_handed_off_requests_survive_filter_and_merge(self):
         running, future_map = hand_off(overlap=True)
         running.spec_info.filter_batch(torch.tensor([1]), [1])
         arrived = make_next_draft_input(
@@ -225,7 +228,9 @@ class TestFirstDecodeContract(CustomTestCase):
         with mock.patch.object(
             SpeculativeAlgorithm, "build_disagg_draft_input", return_value=None
         ):
-            with self.assertRaisesRegex(RuntimeError, "DSPARK.*2 request.*draft input"):
+            with self.assertRaisesRegex(
+                RuntimeError, "DSPARK built no draft input for 2 request"
+            ):
                 hand_off()
 
     def test_unrelayed_input_is_relayed_under_overlap(self):
@@ -248,6 +253,80 @@ class TestFirstDecodeContract(CustomTestCase):
         self.assertEqual(future_map.output_tokens_buf[[5, 2]].tolist(), [41, 42])
 
 
+def make_used_future_map() -> FutureMap:
+    """A relay in which every entry has an earlier owner's token."""
+    future_map = make_future_map()
+    every_entry = torch.arange(POOL_ROWS)
+    earlier = make_next_draft_input(
+        bonus_tokens=torch.full((POOL_ROWS,), STALE_TOKEN),
+        new_seq_lens=torch.full((POOL_ROWS,), 5),
+    )
+    future_map.stash(every_entry, RelayPayload.from_draft_input(earlier))
+    return future_map
+
+
+def make_input(tokens, indices=None):
+    draft_input = make_next_draft_input(
+        bonus_tokens=torch.tensor(tokens, dtype=torch.int64),
+        new_seq_lens=torch.arange(1, len(tokens) + 1),
+    )
+    if indices is not None:
+        draft_input.future_indices = torch.tensor(indices, dtype=torch.int64)
+    return draft_input
+
+
+def make_batch(draft_input, num_reqs):
+    return SimpleNamespace(
+        spec_info=draft_input,
+        reqs=[SimpleNamespace(rid=f"rid-{i}") for i in range(num_reqs)],
+        batch_size=lambda: num_reqs,
+    )
+
+
+class TestFutureMapWithoutRelay(CustomTestCase):
+    def setUp(self):
+        for patch in (no_hidden_states, no_streams):
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.future_map = make_used_future_map()
+
+    def resolve(self, draft_input, num_reqs):
+        self.future_map._resolve_spec_extras(make_batch(draft_input, num_reqs))
+        return draft_input
+
+    def test_complete_input_is_kept(self):
+        """The first decode after a handoff must start from prefill's own token."""
+        draft_input = self.resolve(make_input([11, 12]), num_reqs=2)
+        self.assertEqual(draft_input.bonus_tokens.tolist(), [11, 12])
+        self.assertIsNone(draft_input.future_indices)
+
+    def test_empty_batch_is_kept(self):
+        """An idle rank relays nothing and must not read an entry either."""
+        draft_input = self.resolve(make_input([]), num_reqs=0)
+        self.assertEqual(draft_input.bonus_tokens.tolist(), [])
+
+    def test_lost_entries_are_an_error(self):
+        """A token missing for one request must not come from the entry's last owner."""
+        for draft_input in (make_input([11]), make_input([11, 12])):
+            draft_input.new_seq_lens = draft_input.new_seq_lens[:1]
+            with self.assertRaisesRegex(RuntimeError, "Lost relay entries of 2.*rid-0"):
+                self.resolve(draft_input, num_reqs=2)
+
+    def test_missing_token_column_is_an_error(self):
+        draft_input = make_input([11])
+        draft_input.bonus_tokens = None
+        with self.assertRaisesRegex(RuntimeError, "future_indices is None"):
+            self.resolve(draft_input, num_reqs=1)
+
+    def test_relayed_input_is_still_read_from_its_entries(self):
+        """The guard must not switch the relay off for a batch that uses it."""
+        indices = torch.tensor([3, 1])
+        fresh = make_input([31, 32], indices=[3, 1])
+        self.future_map.stash(indices, RelayPayload.from_draft_input(fresh))
+        draft_input = self.resolve(make_input([0, 0], indices=[3, 1]), num_reqs=2)
+        self.assertEqual(draft_input.bonus_tokens.tolist(), [31, 32])
+
+
 class TestStartUpRefusal(CustomTestCase):
     def test_who_takes_a_handoff(self):
         takes = disagg_first_decode.takes_handoff
@@ -255,6 +334,29 @@ class TestStartUpRefusal(CustomTestCase):
             self.assertTrue(takes(SpeculativeAlgorithm.from_string(name)), name)
         for name in ("NGRAM", "STANDALONE"):
             self.assertFalse(takes(SpeculativeAlgorithm.from_string(name)), name)
+
+    def test_the_answer_is_that_of_the_releases_builder(self):
+        """Without a branch for an algorithm the builder returns None at once."""
+        for algorithm in SpeculativeAlgorithm:
+            if algorithm.is_none():
+                continue
+            build = algorithm.build_disagg_draft_input
+            nothing = [None] * len(inspect.signature(build).parameters)
+            try:
+                branch = build(*nothing) is not None
+            except Exception:
+                branch = True  # It has one, which wants a real batch.
+            with self.subTest(algorithm.name):
+                self.assertEqual(disagg_first_decode.takes_handoff(algorithm), branch)
+
+    def test_registered_algorithms_take_one_with_a_builder_of_their_own(self):
+        class Builder(CustomSpecAlgo):
+            def build_disagg_draft_input(self, *_):
+                return "input"
+
+        takes = disagg_first_decode.takes_handoff
+        self.assertFalse(takes(CustomSpecAlgo("PLAIN", lambda _: None)))
+        self.assertTrue(takes(Builder("OWN", lambda _: None)))
 
     def test_only_the_decode_engine_is_refused(self):
         ngram = SpeculativeAlgorithm.NGRAM

@@ -1,4 +1,4 @@
-"""The tail of hidden rows as metadata: what prefill writes, sends and decode finds.
+"""The tail of hidden states as metadata: what prefill writes, sends and decode finds.
 
 Two sets of metadata buffers stand for the two engines, and a memmove over their
 registered addresses stands for the transfer, so strides, order and lengths are those
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import inspect
 import threading
 import unittest
@@ -19,10 +18,9 @@ from unittest import mock
 import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import admission
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
-from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.managers.schedule_batch import Req
@@ -30,9 +28,12 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
-    HEADER_BYTES,
     TailSpec,
+    activate,
+    current,
+    deactivate,
 )
+from sglang.srt.speculative.dspark_components.handoff_refusals import HEADER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -60,9 +61,9 @@ def make_buffers(spec=None, **options) -> MetadataBuffers:
         max_sampling_mask_tokens=8,
         **options,
     )
-    if spec is not None:
-        buffers.dspark_tail = tails.TailBuffer(spec, SLOTS)
-    return buffers
+    if spec is None:
+        return buffers
+    return tails.TailMetadataBuffers.of(buffers, tails.TailBuffer(spec, SLOTS))
 
 
 def make_req(prompt_tokens, slot=0, rid="a", room=77):
@@ -82,8 +83,8 @@ def make_batch(*parts):
     )
 
 
-def rows_of(position, tokens, salt=0):
-    """Hidden rows that name their position, ``[tokens, WIDTH]``."""
+def states_of(position, tokens, salt=0):
+    """Hidden states that name their position, ``[tokens, WIDTH]``."""
     positions = torch.arange(position, position + tokens, dtype=torch.float32)
     return (positions * 100 + salt)[:, None] + torch.arange(WIDTH)
 
@@ -97,35 +98,32 @@ def manager_of(buffers, cls=SimpleNamespace):
     return manager
 
 
-class HandoffCase(CustomTestCase):
+class TailCase(CustomTestCase):
     def setUp(self):
-        self.addCleanup(tails.activate, None)
-        self.addCleanup(self.forget_peers)
-        tails.activate(None)
-        self.forget_peers()
-
-    def forget_peers(self):
-        tails._peers.clear()
-        tails._without_layout.clear()
+        self.addCleanup(deactivate)
+        deactivate()
 
     def prefill(self, spec=None, **options):
         spec = spec or make_spec()
         buffers = make_buffers(spec, **options)
-        tails.activate(buffers.dspark_tail, cap_tokens=spec.tail_tokens)
+        activate(tail=buffers.tail, cap_tokens=spec.tail_tokens)
         return buffers
 
-    def announce(self, peer, buffers):
-        """What a decode's registration leaves behind on prefill."""
-        here = (tails._local, tails._cap_tokens)
-        tails.activate(tails.tail_of(buffers))
-        frames = [b""] * 24
-        frames[3] = peer.encode()
+    def registration(self, buffers, peer="d"):
+        """What a decode with these buffers sends first."""
+        frames = [b"None", b"127.0.0.1", b"1", peer.encode()] + [b""] * 20
+        here = current()
+        activate(tail=tails.tail_of(buffers), cap_tokens=0)
         tails.append_tail_frame(manager_of(buffers), frames)
-        tails.activate(here[0], cap_tokens=here[1])
-        tails.note_peer_tail(frames)
+        activate(tail=here.tail, cap_tokens=here.cap_tokens)
+        return frames
+
+    def announce(self, peer, buffers):
+        """Register a decode with prefill."""
+        return tails.read_layout(None, self.registration(buffers, peer))
 
 
-class TestMetadataBuffers(HandoffCase):
+class TestMetadataBuffers(TailCase):
     def test_tail_is_last(self):
         """Peers pair buffers by position: all others must keep theirs."""
         for checksum in (False, True):
@@ -137,59 +135,60 @@ class TestMetadataBuffers(HandoffCase):
                 pointers, lengths, items = mine.get_buf_infos()
                 self.assertEqual(lengths[:-1], plain_lengths)
                 self.assertEqual(items[:-1], plain_items)
-                self.assertEqual(items[-1], spec.item_bytes)
-                self.assertEqual(pointers[-1], mine.dspark_tail.storage.data_ptr())
+                self.assertEqual(items[-1], spec.slot_bytes)
+                self.assertEqual(pointers[-1], mine.tail.storage.data_ptr())
 
-    def test_item_holds_header_and_rows(self):
+    def test_slot_holds_header_and_hidden_states(self):
         spec = make_spec(tail_tokens=5)
-        self.assertEqual(spec.item_bytes, HEADER_BYTES + 5 * WIDTH * 4)
+        self.assertEqual(spec.slot_bytes, HEADER_BYTES + 5 * WIDTH * 4)
         tail = tails.TailBuffer(spec, SLOTS)
-        self.assertEqual(tuple(tail.rows.shape), (SLOTS, 5, WIDTH))
-        tail.rows[1, 0, 0] = 3.0
+        self.assertEqual(tuple(tail.hidden_states.shape), (SLOTS, 5, WIDTH))
+        tail.hidden_states[1, 0, 0] = 3.0
         self.assertEqual(tail.header(1), None)
 
     def test_clear_slot_clears_header(self):
         """The next owner of a slot must not inherit a header."""
         buffers = self.prefill()
         req = make_req(3)
-        buffers.dspark_tail.take(make_batch((req, 0, 3)), rows_of(0, 3))
-        buffers.dspark_tail.finish(req)
-        self.assertEqual(buffers.dspark_tail.header(0).count, 3)
+        buffers.tail.take(make_batch((req, 0, 3)), states_of(0, 3))
+        buffers.tail.finish(req)
+        self.assertEqual(buffers.tail.header(0).count, 3)
         buffers.clear_slot(0)
-        self.assertIsNone(buffers.dspark_tail.header(0))
+        self.assertIsNone(buffers.tail.header(0))
 
-    def test_scheduler_attaches_buffer(self):
-        """Both roles get their buffer before it is registered with the transfer."""
-        from sglang.srt.speculative.dspark_components import dspark_handoff_startup
-
+    def test_scheduler_gets_its_tail(self):
+        """Both roles have it before anything is registered with the transfer."""
         source = inspect.getsource(inspect.unwrap(Scheduler.init_disaggregation))
         place = 0
         for queue in ("DecodeTransferQueue(", "PrefillBootstrapQueue("):
             built = source.index(".disagg_metadata_buffers = MetadataBuffers(", place)
-            attached = source.index("attach_tail_buffer(self, ", built)
+            attached = source.index(".disagg_metadata_buffers = with_tail(", built)
             place = source.index(queue, built)
             self.assertLess(attached, place)
-        scheduler = SimpleNamespace(
-            server_args=SimpleNamespace(disaggregation_mode="decode"),
-            spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
-        )
-        buffers = make_buffers()
-        dspark_handoff_startup.attach_tail_buffer(scheduler, buffers, SLOTS)
-        self.assertIsNone(tails.tail_of(buffers))
+            self.assertNotIn("disagg_metadata_buffers.", source[built:attached])
+
+    def test_everything_else_is_upstreams(self):
+        """Slots are written and read through the methods that upstream has."""
+        plain = make_buffers()
+        mine = tails.TailMetadataBuffers.of(plain, tails.TailBuffer(make_spec(), SLOTS))
+        self.assertIsInstance(mine, MetadataBuffers)
+        plain.output_ids[2, 0] = 7
+        self.assertEqual(int(mine.get_buf(2)[0][0]), 7)
+        self.assertIsNone(tails.tail_of(plain))
 
 
-class TestPrefillSide(HandoffCase):
+class TestPrefillSide(TailCase):
     def read(self, buffers, slot):
-        header = buffers.dspark_tail.header(slot)
-        return header, buffers.dspark_tail.read(slot, header)
+        header = buffers.tail.header(slot)
+        return header, buffers.tail.read(slot, header)
 
     def run_chunks(self, buffers, prompt, chunks, begin=0):
         req = make_req(prompt)
         for extent in chunks:
-            hidden = rows_of(begin, extent)
-            buffers.dspark_tail.take(make_batch((req, begin, extent)), hidden)
+            hidden = states_of(begin, extent)
+            buffers.tail.take(make_batch((req, begin, extent)), hidden)
             begin += extent
-        buffers.dspark_tail.finish(req)
+        buffers.tail.finish(req)
         return self.read(buffers, 0)
 
     def test_tail_of_every_chunking(self):
@@ -207,79 +206,84 @@ class TestPrefillSide(HandoffCase):
         for name, (prompt, chunks) in cases.items():
             with self.subTest(name):
                 buffers = self.prefill()
-                header, rows = self.run_chunks(buffers, prompt, chunks)
+                header, states = self.run_chunks(buffers, prompt, chunks)
                 count = min(prompt, 8)
                 self.assertEqual((header.start, header.count), (prompt - count, count))
                 self.assertEqual(header.prompt_tokens, prompt)
                 self.assertEqual(header.room, 77)
-                torch.testing.assert_close(rows, rows_of(prompt - count, count))
+                torch.testing.assert_close(states, states_of(prompt - count, count))
 
     def test_cached_prefix_before_the_tail(self):
         buffers = self.prefill()
-        header, rows = self.run_chunks(buffers, 20, [8], begin=12)
+        header, states = self.run_chunks(buffers, 20, [8], begin=12)
         self.assertEqual(header.count, 8)
-        torch.testing.assert_close(rows, rows_of(12, 8))
+        torch.testing.assert_close(states, states_of(12, 8))
 
-    def test_gap_sends_no_rows(self):
+    def test_gap_sends_an_empty_tail(self):
         """A row that was not computed for this request must never be announced."""
         for begin, chunks in ((14, [6]), (0, [13])):
             with self.subTest(begin=begin):
                 buffers = self.prefill()
                 with self.assertLogs(tails.logger, "ERROR"):
-                    header, rows = self.run_chunks(buffers, 20, chunks, begin)
+                    header, states = self.run_chunks(buffers, 20, chunks, begin)
                 self.assertEqual((header.start, header.count), (20, 0))
-                self.assertEqual(rows.shape[0], 0)
-                self.assertEqual(buffers.dspark_tail.missing_rows, 1)
+                self.assertEqual(states.shape[0], 0)
+                self.assertEqual(buffers.tail.num_incomplete, 1)
 
     def test_slot_of_an_aborted_request_is_reused(self):
-        """The next owner is shorter: rows behind its own belong to the other."""
+        """The next owner is shorter: what lies behind its own belongs to the other."""
         buffers = self.prefill()
         gone = make_req(20, rid="gone")
-        buffers.dspark_tail.take(make_batch((gone, 0, 16)), rows_of(0, 16, salt=7))
+        buffers.tail.take(make_batch((gone, 0, 16)), states_of(0, 16, salt=7))
         kept = make_req(3, rid="kept", room=78)
-        buffers.dspark_tail.take(make_batch((kept, 0, 3)), rows_of(0, 3))
-        buffers.dspark_tail.finish(kept)
-        header, rows = self.read(buffers, 0)
+        buffers.tail.take(make_batch((kept, 0, 3)), states_of(0, 3))
+        buffers.tail.finish(kept)
+        header, states = self.read(buffers, 0)
         self.assertEqual((header.count, header.room), (3, 78))
-        torch.testing.assert_close(rows, rows_of(0, 3))
+        torch.testing.assert_close(states, states_of(0, 3))
 
     def test_retry_recomputes_its_tail(self):
         """A retry with its first run in the prefix cache takes the tail again."""
         buffers = self.prefill()
         req = make_req(20)
-        buffers.dspark_tail.take(make_batch((req, 0, 20)), rows_of(0, 20, salt=5))
-        buffers.dspark_tail.take(make_batch((req, 12, 8)), rows_of(12, 8))
-        buffers.dspark_tail.finish(req)
-        torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(12, 8))
+        buffers.tail.take(make_batch((req, 0, 20)), states_of(0, 20, salt=5))
+        buffers.tail.take(make_batch((req, 12, 8)), states_of(12, 8))
+        buffers.tail.finish(req)
+        torch.testing.assert_close(self.read(buffers, 0)[1], states_of(12, 8))
 
     def test_batch_of_mixed_requests(self):
         buffers = self.prefill()
         long, short = make_req(20, slot=1, rid="l"), make_req(3, slot=2, rid="s")
         other = make_req(30, slot=-1, rid="no slot")
         hidden = torch.cat(
-            [rows_of(10, 10, 1), rows_of(0, 30, 2), rows_of(0, 3, 3), rows_of(0, 5, 9)]
+            [
+                states_of(10, 10, 1),
+                states_of(0, 30, 2),
+                states_of(0, 3, 3),
+                states_of(0, 5, 9),
+            ]
         )
         batch = make_batch((long, 10, 10), (other, 0, 30), (short, 0, 3))
-        buffers.dspark_tail.take(batch, hidden)
+        buffers.tail.take(batch, hidden)
         for req, salt in ((long, 1), (short, 3)):
-            buffers.dspark_tail.finish(req)
-            header, rows = self.read(buffers, req.metadata_buffer_index)
-            expected = rows_of(header.start, header.count, salt)
-            torch.testing.assert_close(rows, expected)
+            buffers.tail.finish(req)
+            header, states = self.read(buffers, req.metadata_buffer_index)
+            expected = states_of(header.start, header.count, salt)
+            torch.testing.assert_close(states, expected)
 
     def test_dropped_layer_is_refused(self):
         buffers = self.prefill()
-        with self.assertRaisesRegex(RuntimeError, r"expected at least 3 rows of 12"):
-            buffers.dspark_tail.take(
+        with self.assertRaisesRegex(RuntimeError, r"expected at least 3 tokens of 12"):
+            buffers.tail.take(
                 make_batch((make_req(3), 0, 3)), torch.zeros(3, WIDTH - HIDDEN)
             )
 
     def test_room_keeps_64_bits(self):
         buffers = self.prefill()
         req = make_req(2, room=(1 << 64) - 5)
-        buffers.dspark_tail.take(make_batch((req, 0, 2)), rows_of(0, 2))
-        buffers.dspark_tail.finish(req)
-        header = buffers.dspark_tail.header(0)
+        buffers.tail.take(make_batch((req, 0, 2)), states_of(0, 2))
+        buffers.tail.finish(req)
+        header = buffers.tail.header(0)
         self.assertTrue(tails.same_room(header, (1 << 64) - 5))
         self.assertFalse(tails.same_room(header, 77))
 
@@ -287,7 +291,7 @@ class TestPrefillSide(HandoffCase):
         """Every backend and every retry writes its metadata through this method."""
         buffers = self.prefill()
         req = make_req(3)
-        buffers.dspark_tail.take(make_batch((req, 0, 3)), rows_of(0, 3))
+        buffers.tail.take(make_batch((req, 0, 3)), states_of(0, 3))
         for field in ("cached_tokens", "cached_tokens_device", "cached_tokens_host"):
             setattr(req, field, 0)
         req.cached_tokens_storage, req.output_ids = 0, [5]
@@ -295,14 +299,14 @@ class TestPrefillSide(HandoffCase):
         req.return_logprob = req.return_sampling_mask = False
         req.hidden_states_tensor = None
         buffers.set_buf(req)
-        self.assertEqual(buffers.dspark_tail.header(0).count, 3)
+        self.assertEqual(buffers.tail.header(0).count, 3)
 
-    def test_worker_takes_rows(self):
-        """The forward's rows end here: none travels on with the result."""
+    def test_worker_takes_hidden_states(self):
+        """The forward's hidden states end here: none travels on with the result."""
         buffers = self.prefill()
         req = make_req(3)
         output = SimpleNamespace(
-            hidden_states=rows_of(0, 3), hidden_states_token_indices=None
+            hidden_states=states_of(0, 3), hidden_states_token_indices=None
         )
         worker = object.__new__(TpModelWorker)
         worker.pp_group = SimpleNamespace(is_last_rank=True)
@@ -328,36 +332,36 @@ class TestPrefillSide(HandoffCase):
         ):
             worker.forward_batch_generation(batch, is_verify=True)
         self.assertIsNone(output.hidden_states)
-        buffers.dspark_tail.finish(req)
-        torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(0, 3))
+        buffers.tail.finish(req)
+        torch.testing.assert_close(self.read(buffers, 0)[1], states_of(0, 3))
 
     def test_ranks_of_dp_attention(self):
         """An idle rank runs dummy tokens for nobody; padding follows real tokens."""
         buffers = self.prefill()
         idle = SimpleNamespace(reqs=[], prefix_lens=None, extend_lens=None)
         for dummy_tokens in (0, 5):
-            output = SimpleNamespace(hidden_states=rows_of(0, dummy_tokens))
-            tails.take_tail_rows(idle, output)
+            output = SimpleNamespace(hidden_states=states_of(0, dummy_tokens))
+            tails.take_hidden_states(idle, output)
             self.assertIsNone(output.hidden_states)
-        self.assertEqual(buffers.dspark_tail.storage.count_nonzero(), 0)
+        self.assertEqual(buffers.tail.storage.count_nonzero(), 0)
         req = make_req(3)
-        padded = torch.cat([rows_of(0, 3), rows_of(90, 5)])
+        padded = torch.cat([states_of(0, 3), states_of(90, 5)])
         output = SimpleNamespace(hidden_states=padded)
-        tails.take_tail_rows(make_batch((req, 0, 3)), output)
-        buffers.dspark_tail.finish(req)
-        torch.testing.assert_close(self.read(buffers, 0)[1], rows_of(0, 3))
+        tails.take_hidden_states(make_batch((req, 0, 3)), output)
+        buffers.tail.finish(req)
+        torch.testing.assert_close(self.read(buffers, 0)[1], states_of(0, 3))
 
     def test_other_engines_keep_their_hidden_states(self):
-        output = SimpleNamespace(hidden_states=rows_of(0, 3))
-        tails.take_tail_rows(make_batch((make_req(3), 0, 3)), output)
+        output = SimpleNamespace(hidden_states=states_of(0, 3))
+        tails.take_hidden_states(make_batch((make_req(3), 0, 3)), output)
         self.assertIsNotNone(output.hidden_states)
         decode = make_buffers(make_spec())
-        tails.activate(decode.dspark_tail)
-        tails.take_tail_rows(make_batch((make_req(3), 0, 3)), output)
+        activate(tail=decode.tail)
+        tails.take_hidden_states(make_batch((make_req(3), 0, 3)), output)
         self.assertIsNotNone(output.hidden_states)
 
     def test_prefix_match_is_capped(self):
-        """Cached tokens produce no rows, so the tail may not be matched."""
+        """Cached tokens produce no hidden states, so the tail may not be matched."""
         req = object.__new__(Req)
         req.dllm_config, req.return_logprob = None, False
         req.logprob_start_len, req.is_dllm = -1, lambda: False
@@ -367,13 +371,13 @@ class TestPrefillSide(HandoffCase):
         self.assertEqual(req._compute_max_prefix_len(8), 0)
         self.assertEqual(req._compute_max_prefix_len(3), 0)
 
-    def test_stage_without_rows_caps_alike(self):
+    def test_stage_without_a_tail_caps_alike(self):
         """All pipeline stages must agree on what is computed."""
-        tails.activate(None, cap_tokens=8)
+        activate(cap_tokens=8)
         self.assertEqual(tails.cap_prefix_match(19, 20), 12)
 
     def test_decode_is_not_capped(self):
-        tails.activate(make_buffers(make_spec()).dspark_tail)
+        activate(tail=make_buffers(make_spec()).tail)
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
 
 
@@ -385,14 +389,14 @@ class FakeAgent:
         return sources, targets
 
 
-class TestWire(HandoffCase):
+class TestWire(TailCase):
     """One finished request of ``prompt`` tokens is sent from slot 1 to slot 2."""
 
     def finished(self, prompt, spec=None):
         buffers = self.prefill(spec)
         req = make_req(prompt, slot=1)
-        buffers.dspark_tail.take(make_batch((req, 0, prompt)), rows_of(0, prompt))
-        buffers.dspark_tail.finish(req)
+        buffers.tail.take(make_batch((req, 0, prompt)), states_of(0, prompt))
+        buffers.tail.finish(req)
         return buffers
 
     def nixl_blocks(self, buffers, peer_buffers, peer="d"):
@@ -410,7 +414,7 @@ class TestWire(HandoffCase):
         req = SimpleNamespace(mooncake_session_id=peer, dst_aux_index=2)
         return manager.send_aux(req, 1, peer_buffers.get_buf_infos()[0])
 
-    def check_existing_rows(self, blocks_of):
+    def check_existing_part(self, blocks_of):
         for prompt in (3, 8, 20):
             with self.subTest(prompt=prompt):
                 sender, receiver = self.finished(prompt), make_buffers(make_spec())
@@ -420,18 +424,18 @@ class TestWire(HandoffCase):
                 self.assertEqual(blocks[-1][2], HEADER_BYTES + count * WIDTH * 4)
                 self.assertEqual(len(blocks), len(sender.get_buf_infos()[0]))
                 move(blocks)
-                header = receiver.dspark_tail.header(2)
+                header = receiver.tail.header(2)
                 self.assertEqual(header.count, count)
-                rows = receiver.dspark_tail.read(2, header)
-                torch.testing.assert_close(rows, rows_of(prompt - count, count))
+                states = receiver.tail.read(2, header)
+                torch.testing.assert_close(states, states_of(prompt - count, count))
                 for slot in (0, 1, 3):
-                    self.assertIsNone(receiver.dspark_tail.header(slot))
+                    self.assertIsNone(receiver.tail.header(slot))
 
-    def test_nixl_sends_existing_rows(self):
-        self.check_existing_rows(self.nixl_blocks)
+    def test_nixl_sends_the_existing_part(self):
+        self.check_existing_part(self.nixl_blocks)
 
-    def test_mooncake_sends_existing_rows(self):
-        self.check_existing_rows(self.mooncake_blocks)
+    def test_mooncake_sends_the_existing_part(self):
+        self.check_existing_part(self.mooncake_blocks)
 
     def test_other_layouts_are_never_written(self):
         """Another tail length or other layers: an error with both values, no write."""
@@ -440,7 +444,7 @@ class TestWire(HandoffCase):
             "layers": make_spec(layer_ids=(0, 1, 3)),
         }
         for name, other in others.items():
-            message = f"sends {make_spec().item_bytes} .*expects {other.item_bytes}"
+            message = f"sends .*{make_spec().slot_bytes}.*expects .*{other.slot_bytes}"
             with self.subTest(name, backend="nixl"):
                 sender, receiver = self.finished(20), make_buffers(other)
                 self.announce("d", receiver)
@@ -463,58 +467,50 @@ class TestWire(HandoffCase):
         self.assertEqual(outcome["status"], KVPoll.Failed)
         self.assertIn("aux data", outcome["failure_reason"])
 
-    def test_decode_without_layout_is_named_once(self):
-        sender, receiver = self.finished(20), make_buffers()
-        self.announce("d", receiver)
-        with self.assertLogs(tails.logger, "WARNING") as logs:
-            for _ in range(3):
-                self.nixl_blocks(sender, receiver)
-                self.mooncake_blocks(sender, receiver)
-        self.assertEqual(len(logs.output), 1)
-        self.assertIn("Decode d announced no place for rows", logs.output[0])
+    def test_decode_without_a_place_for_a_tail_is_refused(self):
+        """Its draft would start without context; a stage without a tail refuses too."""
+        self.finished(20)
+        self.assertIn("announced no place", self.announce("d", make_buffers()))
+        activate(tail=None)
+        self.assertIn("announced no place", self.announce("d", make_buffers()))
+
+    def test_other_prefills_refuse_nobody(self):
+        """A native prefill serves decodes with and without a tail."""
+        for receiver in (make_buffers(), make_buffers(make_spec())):
+            self.assertIsNone(self.announce("d", receiver))
 
     def test_buffer_in_another_place_is_never_written(self):
         """With a checksum on one engine only, the tail's place is another buffer."""
         sender = self.finished(20)
         receiver = make_buffers(make_spec(), kv_checksum_enabled=True)
         self.announce("d", receiver)
-        with self.assertRaisesRegex(RuntimeError, "as metadata buffer"):
+        with self.assertRaisesRegex(RuntimeError, "disagree on the tail"):
             self.nixl_blocks(sender, receiver)
 
-    def test_decode_without_tail_gets_upstreams_buffers(self):
-        for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
-            for checksum in (False, True):
-                with self.subTest(backend=blocks_of.__name__, checksum=checksum):
-                    sender = self.finished(20)
-                    receiver = make_buffers(kv_checksum_enabled=checksum)
-                    self.announce("d", receiver)
-                    blocks = blocks_of(sender, receiver)
-                    self.assertEqual(len(blocks), len(sender.get_buf_infos()[0]) - 1)
-
     def test_stage_before_the_last_leaves_the_tail_alone(self):
-        """All stages write the same slot; only the last one owns rows."""
+        """All stages write the same slot; only the last one owns a tail."""
         receiver = make_buffers(make_spec())
         stage = make_buffers()
-        tails.activate(None, cap_tokens=8)
+        activate(cap_tokens=8)
         self.announce("d", receiver)
         for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
             blocks = blocks_of(stage, receiver)
             self.assertEqual(len(blocks), len(stage.get_buf_infos()[0]))
             move(blocks)
-            self.assertIsNone(receiver.dspark_tail.header(2))
+            self.assertIsNone(receiver.tail.header(2))
 
     def test_mismatched_stride_would_hit_another_slot(self):
         """Why the layout is announced: the sender's stride misses the slot."""
         sender, receiver = self.finished(20), make_buffers(make_spec(tail_tokens=4))
         stride = sender.get_buf_infos()[2][-1]
         target = receiver.get_buf_infos()[0][-1] + 2 * stride
-        own = receiver.dspark_tail.storage
+        own = receiver.tail.storage
         hit = (target - own.data_ptr()) // own.stride(0)
         self.assertNotEqual(hit, 2)
 
     def test_registration_carries_layout(self):
         receiver = make_buffers(make_spec())
-        tails.activate(receiver.dspark_tail)
+        activate(tail=receiver.tail)
         sent = []
         handle = object.__new__(CommonKVReceiver)
         handle.bootstrap_infos = [{"rank_ip": "127.0.0.1"}]
@@ -524,75 +520,64 @@ class TestWire(HandoffCase):
             sent.append(message) or True
         )
         self.assertTrue(handle._register_kv_args())
-        frame = next(f for f in sent[0] if f.startswith(tails.FRAME_MAGIC))
+        self.assertIsNone(tails.read_layout(None, self.addressed(sent[0])))
         index = len(receiver.get_buf_infos()[0]) - 1
-        layout = (index, make_spec().item_bytes, make_spec().fingerprint)
-        self.assertEqual(tails._parse_frame(frame), layout)
+        layout = (index, make_spec().slot_bytes, make_spec().fingerprint)
+        self.assertEqual(current().peers["d"], layout)
+
+    def addressed(self, frames):
+        return [b"None", b"127.0.0.1", b"1", b"d", *frames[4:]]
 
     def test_default_decode_sends_upstreams_message(self):
         message = [b"x"] * 25
         tails.append_tail_frame(manager_of(make_buffers()), message)
         self.assertEqual(len(message), 25)
 
-    def registration(self):
-        frames = [b"None"] + [b""] * 23
-        frames[3] = b"d"
-        tails.activate(make_buffers(make_spec()).dspark_tail)
-        tails.append_tail_frame(manager_of(make_buffers(make_spec())), frames)
-        tails.activate(None)
-        return frames
+    def test_admission_has_registrations_read(self):
+        """The frame is gone, and the layout known, before upstream sees a registration."""
+        self.finished(20)
+        tails.read_registrations()
+        tails.read_registrations()
+        self.assertEqual(admission.registration_readers.count(tails.read_layout), 1)
+        for guard in ([], [GUARD]):
+            current().peers.clear()
+            handler = admission.PrefillAdmission(SimpleNamespace())
+            frames = [*guard, *self.registration(make_buffers(make_spec()))]
+            with mock.patch.object(
+                admission, "registration_readers", [tails.read_layout]
+            ):
+                self.assertTrue(handler.admits(frames))
+                self.assertFalse(any(f.startswith(tails.FRAME_MAGIC) for f in frames))
+                self.assertEqual(
+                    current().peers["d"].slot_bytes, make_spec().slot_bytes
+                )
+                self.assertFalse(handler.admits(self.registration(make_buffers())))
+            self.assertNotIn("d", current().peers)
 
-    def test_nixl_prefill_reads_layout(self):
-        frames = self.registration()
-        manager = object.__new__(NixlKVManager)
-        manager.server_socket = mock.Mock()
-        manager.server_socket.recv_multipart.side_effect = [[GUARD, *frames], Stop]
-        manager._handle_abort_notification = lambda _: False
-        seen = []
-        manager._add_remote_peer = lambda _: seen.append(tails._peers.get("d"))
-        manager.kv_args = SimpleNamespace(engine_rank=0)
-        run_bootstrap_thread(manager._start_bootstrap_thread, nixl)
-        self.assertEqual(seen[0][1], make_spec().item_bytes)
-
-    def test_mooncake_prefill_reads_layout(self):
-        frames = self.registration()
-        manager = object.__new__(MooncakeKVManager)
-        manager.server_socket, manager._stopped = None, False
-        manager._worker_threads = []
-        manager._make_worker_recv = lambda _: mock.Mock(side_effect=[frames, Stop])
-        manager._handle_abort_notification = lambda _: False
-        manager.requires_dcp_relayout = lambda *_: False
-        seen = []
-        manager._publish_peer_registration = lambda *_: seen.append(
-            tails._peers.get("d")
-        )
-        run_bootstrap_thread(manager.start_prefill_thread, mooncake)
-        self.assertEqual(seen[0][1], make_spec().item_bytes)
-
-    def test_malformed_frame_is_no_layout(self):
-        frames = [b"None"] + [b""] * 23 + [tails.FRAME_MAGIC + b"1,x"]
-        frames[3] = b"d"
-        with self.assertLogs(tails.logger, "ERROR"):
-            tails.note_peer_tail(frames)
-        self.assertNotIn("d", tails._peers)
+    def test_malformed_frame_is_refused(self):
+        for words in (b"1,x", b"1,2", b""):
+            frames = [*self.registration(make_buffers()), tails.FRAME_MAGIC + words]
+            with self.subTest(words):
+                self.assertIn("cannot be read", tails.read_layout(None, frames))
+                self.assertNotIn("d", current().peers)
 
     def test_layout_is_found_behind_few_frames(self):
         """A release with fewer frames of its own must not lose the layout."""
         for own in (4, 5, 19, 20, 24):
-            frames = self.registration()
+            frames = self.registration(make_buffers(make_spec()))
             frames = frames[:own] + frames[-1:]
-            tails._peers.clear()
-            tails.note_peer_tail(frames)
+            current().peers.clear()
             with self.subTest(own=own):
-                self.assertEqual(tails._peers["d"][1], make_spec().item_bytes)
+                self.assertIsNone(tails.read_layout(None, frames))
+                self.assertEqual(
+                    current().peers["d"].slot_bytes, make_spec().slot_bytes
+                )
 
     def test_live_peers_are_not_forgotten(self):
-        """However many register after it, a decode keeps its rows."""
-        frames = self.registration()
+        """However many register after it, a decode keeps its tail."""
         for number in range(5000):
-            frames[3] = f"d{number}".encode()
-            tails.note_peer_tail(frames)
-        self.assertIn("d0", tails._peers)
+            self.announce(f"d{number}", make_buffers(make_spec()))
+        self.assertIn("d0", current().peers)
 
     def test_count_is_explained(self):
         """A stage without a tail is no misconfiguration; a checksum still is one."""
@@ -608,14 +593,6 @@ class TestWire(HandoffCase):
 
 class Stop(BaseException):
     """Ends an endless receive loop; nothing that guards a thread may swallow it."""
-
-
-def admitted():
-    """Let the frames pass where the check of the peer's description is applied too."""
-    module = "sglang.srt.disaggregation.common.peer_admission"
-    if importlib.util.find_spec(module) is None:
-        return contextlib.nullcontext()
-    return mock.patch(f"{module}.admit", lambda *_: True)
 
 
 def run_one_chunk(manager, peer_pointers, concluded):
@@ -648,25 +625,6 @@ def run_one_chunk(manager, peer_pointers, concluded):
     queue.get.side_effect = [chunk, Stop]
     with contextlib.suppress(Stop):
         manager.transfer_worker(queue, mock.Mock())
-
-
-def run_bootstrap_thread(start, backend):
-    """Run a backend's thread function in this thread, until its socket runs dry."""
-    functions = []
-
-    def record(*_, target, **__):
-        functions.append(target)
-        return mock.Mock()
-
-    with mock.patch("threading.Thread", record):
-        start()
-    registration = mock.MagicMock()
-    with (
-        admitted(),
-        mock.patch.object(backend.KVArgsRegisterInfo, "from_zmq", registration),
-        contextlib.suppress(Stop),
-    ):
-        functions[0]()
 
 
 def move(blocks):

@@ -1,4 +1,4 @@
-"""Captured rows cross pipeline stages in order, and only where they are owned.
+"""Captured hidden states cross pipeline stages in order, and only where they are owned.
 
 Stages are run one after the other in this process, with SGLang's own capture list,
 stage exit, stage entry and logits processor between them.
@@ -6,7 +6,6 @@ stage exit, stage entry and logits processor between them.
 
 from __future__ import annotations
 
-import itertools
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -25,6 +24,11 @@ from sglang.srt.model_executor.model_runner_components.misc_utils import (
     resolve_pp_proxy_dspark_hidden_size,
 )
 from sglang.srt.speculative.dspark_components import pp_aux_capture
+from sglang.srt.speculative.dspark_components.dspark_handoff import (
+    activate,
+    current,
+    deactivate,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -54,73 +58,54 @@ class MoeInner(Inner):
             self.layers[point].marked = True
 
 
-def make_model(start, end, inner=Inner, name="Qwen3ForCausalLM"):
+def make_model(start, end, inner=Inner, name="Qwen3ForCausalLM", size=2):
+    """One of ``size`` stages of a model with 8 layers."""
     model = type(name, (), {})()
+    model.pp_group = SimpleNamespace(world_size=size, is_last_rank=end == 8)
     model.model = inner(start, end)
     model.config = SimpleNamespace(hidden_size=HIDDEN)
     model.capture_aux_hidden_states = False
     return model
 
 
-def stage_of(rank, size):
-    group = SimpleNamespace(is_last_rank=rank == size - 1)
-    return mock.patch(
-        "sglang.srt.runtime_context.get_parallel",
-        lambda: SimpleNamespace(pp_size=size, pp_rank=rank, pp_group=group),
-    )
-
-
-def prefill_graphs(backend):
-    phase = SimpleNamespace(backend=backend)
-    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=phase))
-    return mock.patch(
-        "sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(graph=graph)
-    )
-
-
 class CaptureCase(CustomTestCase):
     def setUp(self):
-        self.addCleanup(self.reset)
-        self.reset()
+        self.addCleanup(deactivate)
+        deactivate()
 
-    def reset(self):
-        pp_aux_capture._Forward.enabled = False
-        pp_aux_capture._Forward.captured = None
-
-    def configure(self, model, layer_ids, rank, size, graphs="disabled"):
-        with stage_of(rank, size), prefill_graphs(graphs):
-            attention_backend_setup.configure_aux_hidden_state_capture(
-                model=model,
-                eagle_use_aux_hidden_state=False,
-                eagle_aux_hidden_state_layer_ids=None,
-                dflash_use_aux_hidden_state=True,
-                dflash_target_layer_ids=layer_ids,
-                is_dspark=True,
-            )
+    def configure(self, model, layer_ids):
+        attention_backend_setup.configure_aux_hidden_state_capture(
+            model=model,
+            eagle_use_aux_hidden_state=False,
+            eagle_aux_hidden_state_layer_ids=None,
+            dflash_use_aux_hidden_state=True,
+            dflash_target_layer_ids=layer_ids,
+            is_dspark=True,
+        )
 
 
 class TestConfigure(CaptureCase):
     def test_runner_divides_layers(self):
         """Layer 3 is stage 0's last; its output is taken by stage 1."""
         first, last = make_model(0, 4), make_model(4, 8)
-        for rank, model in enumerate((first, last)):
-            self.configure(model, [0, 2, 3, 6], rank, 2)
+        for model in (first, last):
+            self.configure(model, [0, 2, 3, 6])
         self.assertEqual(first.model.layers_to_capture, [1, 3])
         self.assertEqual(last.model.layers_to_capture, [4, 7])
         self.assertFalse(first.capture_aux_hidden_states)
         self.assertTrue(last.capture_aux_hidden_states)
 
     def test_last_stage_without_captures_returns_one_tensor(self):
-        """Unpacking its tensor as a pair would even succeed with two rows."""
+        """Unpacking its tensor as a pair would even succeed with two tokens."""
         last = make_model(4, 8)
-        self.configure(last, [0, 1], 1, 2)
+        self.configure(last, [0, 1])
         self.assertFalse(last.capture_aux_hidden_states)
         self.assertEqual(pp_aux_capture.proxy_width(last), 2 * HIDDEN)
 
     def test_mixture_marks_its_own_layers_only(self):
         """Marking a layer of another stage would touch a placeholder."""
         model = make_model(4, 8, MoeInner, "Qwen3MoeForCausalLM")
-        self.configure(model, [0, 2, 3, 6], 1, 2)
+        self.configure(model, [0, 2, 3, 6])
         marked = [i for i, layer in enumerate(model.model.layers) if vars_of(layer)]
         self.assertEqual(marked, [4, 7])
 
@@ -137,7 +122,7 @@ class TestConfigure(CaptureCase):
     def test_graph_inputs_are_sized(self):
         """Keys that were not preallocated are dropped by graph runners."""
         middle = make_model(3, 5)
-        self.configure(middle, [0, 1, 3], 1, 3)
+        self.configure(middle, [0, 1, 3])
         # The outputs of layers 0 and 1; layer 3 is taken by this stage itself.
         width = resolve_pp_proxy_dspark_hidden_size(model=middle, pp_size=3, pp_rank=1)
         self.assertEqual(width, 2 * HIDDEN)
@@ -151,39 +136,24 @@ class TestConfigure(CaptureCase):
     def test_unknown_model_is_refused(self):
         model = make_model(0, 4, name="OtherForCausalLM")
         with self.assertRaisesRegex(ValueError, "OtherForCausalLM.*--pp-size 1"):
-            self.configure(model, [0], 0, 2)
-
-    def test_prefill_graphs_are_refused(self):
-        """Also on a stage that receives nothing: it would send what it recorded."""
-        names = ("Qwen3ForCausalLM", "DeepseekV4ForCausalLM")
-        for backend, name in itertools.product(("breakable", "full"), names):
-            for rank in (0, 1):
-                with (
-                    self.subTest(backend, rank=rank, model=name),
-                    self.assertRaisesRegex(
-                        ValueError, f"{backend}.*--cuda-graph-backend-prefill disabled"
-                    ),
-                ):
-                    model = make_model(4 * rank, 4 * rank + 4, name=name)
-                    self.configure(model, [0, 2], rank, 2, graphs=backend)
-
-    def test_one_stage_may_use_graphs(self):
-        model = make_model(0, 8)
-        model.set_dflash_layers_to_capture = mock.Mock()
-        self.configure(model, [0, 2], 0, 1, graphs="breakable")
-        model.set_dflash_layers_to_capture.assert_called_once_with([0, 2])
+            self.configure(model, [0])
 
     def test_one_stage_uses_the_models_setter(self):
-        model = make_model(0, 8)
+        """Upstream's capture, which asks for no parallel config, is left alone."""
+        bare = SimpleNamespace(set_dspark_layers_to_capture=mock.Mock())
+        self.configure(bare, [0, 2])
+        bare.set_dspark_layers_to_capture.assert_called_once_with([0, 2])
+        model = make_model(0, 8, size=1)
         model.set_dflash_layers_to_capture = mock.Mock()
-        self.configure(model, [0, 2], 0, 1)
+        self.configure(model, [0, 2])
         model.set_dflash_layers_to_capture.assert_called_once_with([0, 2])
+        self.assertIsNone(current().stage)
 
-    def test_model_that_carries_rows_itself(self):
+    def test_model_that_carries_them_itself(self):
         model = make_model(0, 4)
         model.get_pp_proxy_dspark_hidden_size = lambda: 0
         model.set_dspark_layers_to_capture = mock.Mock()
-        self.configure(model, [0, 2], 0, 2)
+        self.configure(model, [0, 2])
         model.set_dspark_layers_to_capture.assert_called_once_with([0, 2])
 
 
@@ -209,13 +179,14 @@ def fresh_stream(batch):
 
 
 def expect_layers(received, own):
-    pp_aux_capture._expect(received * HIDDEN, (received + own) * HIDDEN)
+    share = pp_aux_capture.StageShare(received * HIDDEN, (received + own) * HIDDEN)
+    activate(stage=share)
 
 
 def run_body(start, end, layer_ids, proxy, batch):
     """One stage's body as the models write it: list, entry and layers."""
     own = pp_aux_capture.owned_layers(layer_ids, start, end)
-    if pp_aux_capture._Forward.enabled:
+    if current().stage is not None:
         expect_layers(sum(1 for i in layer_ids if i + 1 < start), len(own))
     if proxy is None:
         hidden = fresh_stream(batch)
@@ -247,24 +218,24 @@ class TestStages(CaptureCase):
         return torch.cat(list(proxy), dim=-1)
 
     def test_two_stages_equal_one(self):
-        pp_aux_capture._Forward.enabled = True
+        expect_layers(0, 0)
         for layer_ids in ([0, 1, 2], [0, 2, 6], [0], [6], [3, 4]):
             expected = torch.cat([layer_output(i) for i in layer_ids], dim=-1)
             for bounds in ([0, 4, 8], [0, 3, 5, 8], [0, 1, 2, 7, 8]):
                 with self.subTest(layer_ids=layer_ids, bounds=bounds):
-                    rows = self.run_pipeline(bounds, layer_ids)
-                    torch.testing.assert_close(rows, expected)
+                    states = self.run_pipeline(bounds, layer_ids)
+                    torch.testing.assert_close(states, expected)
 
-    def test_rows_travel_under_the_key_graphs_know(self):
-        pp_aux_capture._Forward.enabled = True
+    def test_they_travel_under_the_key_graphs_know(self):
+        expect_layers(0, 0)
         proxy = run_stage(0, 4, [0, 1], None, last=False)
         self.assertEqual(
             tuple(proxy.tensors["dspark_hidden_states"].shape), (TOKENS, 2 * HIDDEN)
         )
 
-    def test_dummy_runs_bring_no_rows(self):
-        """A dummy proxy has no rows; the width stays, on every kind of stage."""
-        pp_aux_capture._Forward.enabled = True
+    def test_dummy_runs_bring_nothing(self):
+        """A dummy proxy has none; the width stays, on every kind of stage."""
+        expect_layers(0, 0)
         zeros = torch.zeros(TOKENS, HIDDEN)
         for ids, own in (([0, 6], [6]), ([0], [])):
             for last in (True, False):
@@ -273,22 +244,21 @@ class TestStages(CaptureCase):
                         {"hidden_states": zeros, "residual": zeros.clone()}
                     )
                     out = run_stage(4, 8, ids, proxy, last=last)
-                    rows = (
+                    states = (
                         torch.cat(list(out), dim=-1)
                         if last
                         else out.tensors[pp_aux_capture.PROXY_KEY]
                     )
                     expected = [zeros] + [layer_output(i) for i in own]
-                    torch.testing.assert_close(rows, torch.cat(expected, dim=-1))
+                    torch.testing.assert_close(states, torch.cat(expected, dim=-1))
 
     def test_other_engines_exchange_nothing(self):
         proxy = run_stage(0, 4, [0, 1], None, last=False)
         self.assertNotIn(pp_aux_capture.PROXY_KEY, proxy.tensors)
-        self.assertIsNone(pp_aux_capture._Forward.captured)
 
     def test_stage_without_its_captures_sends_nothing(self):
-        """Rows of an earlier forward must not be taken for this one's."""
-        pp_aux_capture._Forward.enabled = True
+        """What an earlier forward captured must not be taken for this one's."""
+        expect_layers(0, 0)
         run_stage(0, 4, [0, 1], None, last=False)
         batch = make_batch()
         with self.assertRaisesRegex(RuntimeError, "holds 0 captured.*expected 8"):
@@ -296,12 +266,12 @@ class TestStages(CaptureCase):
 
     def replay(self, layer_ids):
         """A last stage as a prefill graph replays it: the body ran on another batch."""
-        pp_aux_capture._Forward.enabled = True
+        expect_layers(0, 0)
         proxy = run_stage(0, 4, layer_ids, None, last=False)
         _, aux = run_body(4, 8, layer_ids, proxy, make_batch())
         return pp_aux_capture.merge(aux, make_batch())
 
-    def test_rows_kept_with_another_batch_are_missed(self):
+    def test_what_is_kept_with_another_batch_is_missed(self):
         with self.assertRaisesRegex(RuntimeError, "holds 4 captured.*expected 12"):
             self.replay([0, 1, 6])
 
@@ -313,8 +283,8 @@ class TestStages(CaptureCase):
     def test_idle_rank_of_dp_attention(self):
         """Without padding it has no tokens, and a model may capture nothing."""
         expect_layers(1, 1)
-        rows = torch.zeros(0, HIDDEN)
-        batch = make_batch(ForwardMode.IDLE, dspark_rows_received=rows)
+        states = torch.zeros(0, HIDDEN)
+        batch = make_batch(ForwardMode.IDLE, dspark_received=states)
         self.assertEqual(len(pp_aux_capture.merge(None, batch)), 1)
         expect_layers(0, 1)
         self.assertIsNone(pp_aux_capture.merge(None, make_batch(ForwardMode.IDLE)))
@@ -326,17 +296,17 @@ class TestStages(CaptureCase):
         self.assertNotIn(pp_aux_capture.PROXY_KEY, proxy.tensors)
 
     def test_padded_rank_of_dp_attention(self):
-        """A rank that runs dummy tokens sends and joins as many rows as it runs."""
-        pp_aux_capture._Forward.enabled = True
+        """A rank that runs dummy tokens sends and joins as many as it runs."""
+        expect_layers(0, 0)
         proxy = run_stage(0, 4, [0, 6], None, last=False)
         batch = make_batch()
         _, aux = run_body(4, 8, [0, 6], proxy, batch)
         batch.forward_mode = ForwardMode.IDLE
-        rows = pp_aux_capture.merge(aux, batch)
-        self.assertEqual([part.shape[0] for part in rows], [TOKENS, TOKENS])
+        states = pp_aux_capture.merge(aux, batch)
+        self.assertEqual([part.shape[0] for part in states], [TOKENS, TOKENS])
 
-    def test_packed_and_missing_own_rows(self):
-        batch = make_batch(dspark_rows_received=layer_output(0))
+    def test_packed_and_missing_own_layers(self):
+        batch = make_batch(dspark_received=layer_output(0))
         expect_layers(1, 1)
         packed = pp_aux_capture.merge(layer_output(5), batch)
         self.assertEqual([int(part[0, 0]) for part in packed], [0, 5])
@@ -346,18 +316,18 @@ class TestStages(CaptureCase):
 
     def test_stages_of_other_token_counts_are_refused(self):
         expect_layers(1, 1)
-        batch = make_batch(dspark_rows_received=torch.zeros(2, HIDDEN))
+        batch = make_batch(dspark_received=torch.zeros(2, HIDDEN))
         with self.assertRaisesRegex(RuntimeError, r"\[2, 3\]"):
             pp_aux_capture.merge([layer_output(1)], batch)
 
-    def test_logits_processor_sees_all_rows(self):
+    def test_logits_processor_sees_all_layers(self):
         expect_layers(1, 1)
         seen = []
         processor = object.__new__(LogitsProcessor)
         torch.nn.Module.__init__(processor)
         processor.expected_aux_hidden_states = 2
         processor._check_aux_hidden_states = lambda aux, *_: seen.append(aux) or stop()
-        metadata = make_batch(dspark_rows_received=layer_output(0))
+        metadata = make_batch(dspark_received=layer_output(0))
         hidden = torch.zeros(TOKENS, HIDDEN)
         gather = "sglang.srt.layers.logits_processor.layernorm_sp.maybe_exit_gather"
         with mock.patch(gather, lambda **_: (hidden, None)), self.assertRaises(Stop):

@@ -14,7 +14,10 @@ from unittest import mock
 import numpy as np
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.common.layer_pairs import pair_by_layer
+from sglang.srt.disaggregation.common.layer_pairs import (
+    compressed_mla_indices,
+    pair_by_layer,
+)
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 from sglang.srt.disaggregation.utils import (
@@ -213,6 +216,13 @@ class TestPairing(CustomTestCase):
         kept = ([1], [2])
         self.assertIs(pair_by_layer(manager, peer, positional=kept), kept)
 
+    def test_peers_that_know_no_ids_keep_upstreams_pairing(self):
+        """Upstream's slices ask neither engine for ids, so neither need have them."""
+        kept = ([1], [2])
+        manager = SimpleNamespace(kv_args=SimpleNamespace())
+        for peer in (SimpleNamespace(), SimpleNamespace(dst_kv_layer_ids=[0, 0])):
+            self.assertIs(pair_by_layer(manager, peer, positional=kept), kept)
+
 
 class TestCompressedMla(CustomTestCase):
     """Buffers are grouped: C4 KV, C4 indexer KV, C128 KV, layers ascending in each."""
@@ -264,6 +274,10 @@ class TestCompressedMla(CustomTestCase):
     def test_other_sizes_are_refused(self):
         with self.assertRaisesRegex(RuntimeError, "differ in KV bytes"):
             self.place(0, 4, item_lens=[1] * len(self.names(0, 8)))
+
+    def test_without_a_pipeline_nothing_else_is_asked(self):
+        manager = SimpleNamespace(pp_size=1)
+        self.assertIsNone(compressed_mla_indices(manager, SimpleNamespace(), 2, 4))
 
     def test_without_a_pipeline_upstream_decides(self):
         self.assertEqual(self.place(0, 8, pp_size=1), self.names(0, 8))

@@ -1,0 +1,318 @@
+"""What an engine of the handoff gets at start-up, and that others stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import tempfile
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from handoff_fixtures import (
+    DECODE,
+    HandoffCase,
+    draft_config,
+    server_args,
+    target_config,
+)
+
+from sglang.srt.arg_groups import validation_hook
+from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
+from sglang.srt.speculative.dspark_components import dspark_handoff_startup as startup
+from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
+from sglang.srt.speculative.dspark_components.handoff_refusals import (
+    ALLOW_COLD_DRAFT,
+    ALLOW_PARTIAL_CONTEXT,
+    CAPTURE,
+    LAYER_IDS,
+    MOONCAKE_POOL,
+    TAIL_TOKENS,
+)
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+
+TARGET_ON_DISK = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+CONFIG_OF = "sglang.srt.arg_groups.overrides.model_config_of"
+
+
+class TestRefusals(HandoffCase):
+    """That start-up asks the table (``test_handoff_refusals``) with the right facts."""
+
+    def check(self, draft=None, **args):
+        record = server_args(**args)
+        with (
+            self.drafts(draft or draft_config(window=32)),
+            mock.patch(CONFIG_OF, lambda _: target_config()),
+        ):
+            startup.validate_server_args(record)
+
+    def test_argument_checks_call_it(self):
+        """Without the call every refusal below would reach the first request."""
+        os.environ.update({CAPTURE: "1", TAIL_TOKENS: "0", LAYER_IDS: "0,1"})
+        with self.refuse(TAIL_TOKENS), mock.patch(CONFIG_OF, lambda _: target_config()):
+            validation_hook.check_server_args(server_args())
+
+    def test_capturing_prefill(self):
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1"})
+        self.check()
+        with self.refuse("--enable-pdmux"):
+            self.check(enable_pdmux=True)
+        with self.refuse("--enable-layernorm-sp"):
+            self.check(enable_layernorm_sp=True)
+        os.environ[LAYER_IDS] = "0,7"
+        with self.refuse(f"{LAYER_IDS}=0,7.*last layer"):
+            self.check()
+
+    def test_capture_elsewhere(self):
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1"})
+        for mode in ("decode", "null"):
+            with self.refuse(f"--disaggregation-mode {mode}"):
+                self.check(disaggregation_mode=mode)
+        with self.refuse("--speculative-algorithm EAGLE"):
+            self.check(speculative_algorithm="EAGLE")
+
+    def test_expecting_decode(self):
+        os.environ[TAIL_TOKENS] = "-1"
+        self.check(**DECODE)
+        self.check(**DECODE, disaggregation_decode_enable_radix_cache=True)
+        with self.refuse("--enable-hisparse"):
+            self.check(**DECODE, enable_hisparse=True)
+        os.environ[LAYER_IDS] = "0,1"
+        with self.refuse(r"0,1 on decode.*\(0, 2, 4\)"):
+            self.check(**DECODE)
+        del os.environ[LAYER_IDS]
+        os.environ.update({TAIL_TOKENS: "8", ALLOW_PARTIAL_CONTEXT: "1"})
+        with self.assertLogs(startup.logger, "WARNING") as logs:
+            self.check(**DECODE)
+        self.assertIn("8 tokens of what the draft attends to (31)", logs.output[0])
+        with self.refuse("--disaggregation-decode-enable-radix-cache"):
+            self.check(**DECODE, disaggregation_decode_enable_radix_cache=True)
+
+    def test_transfer_of_both_engines(self):
+        os.environ.update({TAIL_TOKENS: "-1", MOONCAKE_POOL: "True"})
+        self.check(**DECODE)
+        with self.refuse(MOONCAKE_POOL):
+            self.check(**DECODE, disaggregation_transfer_backend="mooncake")
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1", TAIL_TOKENS: "8"})
+        self.check()
+        with self.refuse(MOONCAKE_POOL):
+            self.check(disaggregation_transfer_backend="mooncake")
+
+    def test_variables_that_do_nothing(self):
+        os.environ[LAYER_IDS] = "0,1"
+        for mode in ("prefill", "decode", "null"):
+            with self.subTest(mode), self.refuse(f"{LAYER_IDS} set without {CAPTURE}"):
+                self.check(disaggregation_mode=mode)
+
+    def test_cold_draft_with_shared_slots(self):
+        os.environ[ALLOW_COLD_DRAFT] = "1"
+        self.check(**DECODE)
+        with self.refuse(f"radix-cache.*{ALLOW_COLD_DRAFT}"):
+            self.check(**DECODE, disaggregation_decode_enable_radix_cache=True)
+
+    def test_other_engines_read_no_config(self):
+        """Without a variable no model config is built and nothing is refused."""
+        unread = mock.Mock(side_effect=AssertionError)
+        with mock.patch(CONFIG_OF, unread):
+            for mode in ("null", "prefill", "decode"):
+                for algorithm in (None, "DSPARK", "EAGLE"):
+                    args = dict(
+                        disaggregation_mode=mode,
+                        speculative_algorithm=algorithm,
+                        enable_two_batch_overlap=True,
+                    )
+                    startup.validate_server_args(server_args(**args))
+
+    def resolved(self, **args):
+        """Arguments as an engine resolves them, from a target's config on disk."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        pathlib.Path(folder, "config.json").write_text(json.dumps(TARGET_ON_DISK))
+        record = ServerArgs(
+            model_path=folder,
+            device="cpu",
+            skip_tokenizer_init=True,
+            disaggregation_mode="prefill",
+            disaggregation_transfer_backend="nixl",
+            **args,
+        )
+        record.resolve_once()
+        return record
+
+    def test_prefill_graphs_with_a_pipeline(self):
+        """Whichever flag asks for them: a replayed stage misses the earlier ones."""
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1"})
+        asked = {
+            "breakable": {"cuda_graph_backend_prefill": "breakable"},
+            "full": {"cuda_graph_backend_prefill": "full"},
+            "breakable, JSON": {
+                "cuda_graph_config": {"prefill": {"backend": "breakable"}}
+            },
+            "full, JSON": {"cuda_graph_config": {"prefill": {"backend": "full"}}},
+        }
+        for name, flags in asked.items():
+            backend = name.split(",")[0]
+            way_out = f"{backend}.*--cuda-graph-backend-prefill disabled"
+            with self.subTest(name), self.refuse(way_out):
+                startup.validate_server_args(self.resolved(pp_size=2, **flags))
+            with self.subTest(name, pp_size=1):
+                startup.validate_server_args(self.resolved(**flags))
+        startup.validate_server_args(self.resolved(pp_size=2))
+
+    def test_pipelined_prefill_with_a_draft(self):
+        """It captures on its stages as well, so the same is refused."""
+        graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
+        args = dict(speculative_algorithm="DSPARK", pp_size=2)
+        self.check(**args)
+        with self.refuse("--cuda-graph-backend-prefill disabled"):
+            self.check(**args, cuda_graph_config=graphs)
+
+
+class TestCaptureConfig(HandoffCase):
+    def resolve(self, is_draft_worker=False, target=None):
+        features = SimpleNamespace(aux_hidden_state_capture=None)
+        exec_config = SimpleNamespace(features=features)
+        with mock.patch.object(spec_aux_hidden_state, "get_exec", lambda: exec_config):
+            return spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
+                server_args=server_args(),
+                model_config=target or target_config(),
+                spec_algorithm=SpeculativeAlgorithm.NONE,
+                is_draft_worker=is_draft_worker,
+            )
+
+    def test_runner_is_told_the_layers(self):
+        self.assertFalse(self.resolve().dflash_use_aux_hidden_state)
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,2,4"})
+        config = self.resolve()
+        self.assertTrue(config.dflash_use_aux_hidden_state and config.is_dspark)
+        self.assertEqual(config.dflash_target_layer_ids, [0, 2, 4])
+        self.assertIsNone(config.dflash_draft_num_layers)
+        self.assertFalse(self.resolve(is_draft_worker=True).dflash_use_aux_hidden_state)
+        self.assertEqual(handoff.peer_draft_tokens(), 0)
+
+    def test_deepseek_v4_learns_its_decodes_draft_tokens(self):
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,7"})
+        target = target_config(
+            dspark_block_size=7, dspark_target_layer_ids=[0, 7], sliding_window=8
+        )
+        target.hf_config.architectures = ["DeepseekV4ForCausalLM"]
+        self.resolve(target=target)
+        self.assertEqual(handoff.peer_draft_tokens(), 8)
+
+
+class TestAttach(HandoffCase):
+    """What a scheduler gets when its metadata buffers exist."""
+
+    def scheduler(self, **args):
+        return SimpleNamespace(
+            server_args=server_args(**args),
+            model_config=target_config(),
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+
+    def attach(self, scheduler, last=True):
+        """The scheduler's tail, or None where its buffers stayed as they were."""
+        buffers = SimpleNamespace(bootstrap_room=torch.zeros(1))
+        group = SimpleNamespace(is_last_rank=last)
+        parallel = "sglang.srt.runtime_context.get_parallel"
+        with mock.patch(parallel, lambda: SimpleNamespace(pp_group=group)):
+            found = startup.with_tail(scheduler, buffers, 4)
+        if found is buffers:
+            return None
+        self.assertIs(found.bootstrap_room, buffers.bootstrap_room)
+        return tails.tail_of(found)
+
+    def test_last_stage_only(self):
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1", TAIL_TOKENS: "3"})
+        tail = self.attach(self.scheduler())
+        self.assertEqual(tuple(tail.hidden_states.shape), (4, 3, 32))
+        self.assertIs(handoff.current().tail, tail)
+        self.assertIsNone(self.attach(self.scheduler(), last=False))
+        self.assertEqual(tails.cap_prefix_match(19, 20), 17)
+
+    def test_other_engines_get_nothing(self):
+        for mode in ("prefill", "decode", "null"):
+            self.assertIsNone(self.attach(self.scheduler(disaggregation_mode=mode)))
+            self.assertEqual(handoff.current(), handoff.Handoff())
+
+    def test_memory_is_checked(self):
+        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1", TAIL_TOKENS: "4"})
+        available = SimpleNamespace(available=100)
+        with mock.patch("psutil.virtual_memory", lambda: available):
+            with self.refuse("--max-running-requests"):
+                self.attach(self.scheduler())
+
+    def decode(self, captured=(0, 2, 4), pool=None, **args):
+        scheduler = self.scheduler(**{**DECODE, **args})
+        scheduler.spec_algorithm = SpeculativeAlgorithm.DSPARK
+        runner = SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=draft_config(window=32))
+        )
+        aux = SimpleNamespace(dflash_target_layer_ids=list(captured))
+        scheduler.draft_worker = SimpleNamespace(
+            draft_model_runner=runner,
+            primary_draft_kv_pool=pool,
+            model_runner=SimpleNamespace(spec_aux_config=aux),
+        )
+        return scheduler
+
+    def test_decode_expects_a_tail_when_told(self):
+        """Without the variable a decode keeps upstream's metadata."""
+        self.assertIsNone(self.attach(self.decode()))
+        os.environ[TAIL_TOKENS] = "-1"
+        self.assertEqual(self.attach(self.decode()).spec.tail_tokens, 31)
+        self.assertEqual(tails.cap_prefix_match(19, 20), 19)
+
+    def test_decode_looks_after_its_draft(self):
+        """With and without a tail: slots that nobody wrote, shared or renumbered."""
+        cases = (
+            ({}, False, True),
+            ({"disaggregation_decode_enable_radix_cache": True}, True, True),
+            ({"dcp_size": 2}, False, False),
+            ({"enable_hisparse": True}, False, False),
+        )
+        for args, shares, plain in cases:
+            with self.subTest(args):
+                self.attach(self.decode(**args))
+                draft = handoff.current().draft
+                self.assertEqual(draft.window_need, 31)
+                self.assertEqual(
+                    (draft.shares_slots, draft.plain_slots), (shares, plain)
+                )
+
+    def test_partial_tail_needs_a_pool_that_can_be_cleared(self):
+        """Else the first request would raise in the scheduler's loop."""
+        os.environ.update({TAIL_TOKENS: "4", ALLOW_PARTIAL_CONTEXT: "1"})
+        with self.refuse("keeps no entry per token slot"):
+            self.attach(self.decode())
+        dense = SimpleNamespace(k_buffer=[], v_buffer=[])
+        masked = SimpleNamespace(set_swa_valid_from=None)
+        for pool in (dense, masked):
+            self.assertIsNotNone(self.attach(self.decode(pool=pool)))
+
+    def test_remapped_layers_are_refused(self):
+        os.environ[TAIL_TOKENS] = "-1"
+        with self.refuse(r"\(0, 2, 4\).*maps them to \(1, 3, 5\)"):
+            self.attach(self.decode(captured=(1, 3, 5)))
+
+
+if __name__ == "__main__":
+    unittest.main()
