@@ -33,7 +33,9 @@ def test_a_pair_behind_a_router(quiet_bed: Bed) -> None:
                 EngineSpec("d", "decode", MODEL, DRAFT),
             ]
         )
-        router = bed.start_router(RouterSpec("r", [prefill], [decode]))
+        router = bed.start_router(
+            RouterSpec("r", [prefill.endpoint], [decode.endpoint])
+        )
         bed.assert_healthy()
         replies = Client.router(router).generate([[5, 6], [7]], [3, 4])
         pids = [pid for server in bed.servers for pid in server.pids()]
@@ -48,7 +50,9 @@ def test_the_router_is_told_where_the_engines_are(quiet_bed: Bed) -> None:
         prefill, decode = bed.start(
             [EngineSpec("p", "prefill", MODEL), EngineSpec("d", "decode", MODEL)]
         )
-        router = bed.start_router(RouterSpec("r", [prefill], [decode]))
+        router = bed.start_router(
+            RouterSpec("r", [prefill.endpoint], [decode.endpoint])
+        )
         argv = router.argv
     at = argv.index("--prefill")
     assert argv[at + 1 : at + 3] == [prefill.url, str(prefill.bootstrap_port)]

@@ -2,7 +2,7 @@
 
     with Bed("try") as bed:
         prefill, decode = bed.start([prefill_spec, decode_spec])
-        router = bed.start_router(RouterSpec("router", [prefill], [decode]))
+        router = bed.start_router(RouterSpec("r", [prefill.endpoint], [decode.endpoint]))
         replies = Client.router(router).generate(prompts, max_new_tokens=24)
 
 Imports neither torch nor sglang: engines are child processes.

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dspark_pd.bed import diagnosis, web
 from dspark_pd.bed.counters import bytes_posted
 from dspark_pd.bed.errors import BedError
-from dspark_pd.bed.ports import LOOPBACK, claim_port, free_port
+from dspark_pd.bed.ports import LOOPBACK, Endpoint, claim_port, free_port
 from dspark_pd.bed.process import Process, stop_all
 from dspark_pd.bed.specs import EngineSpec, RouterSpec, base_environment
 
@@ -70,6 +71,11 @@ class Engine(Server):
             spec.environment(self.stats_dir),
             folder / f"{spec.name}.log",
         )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What a router has to know of it."""
+        return Endpoint(self.url, self.bootstrap_port)
 
     def bytes_posted(self) -> int:
         """Bytes its ranks have handed to NIXL since it started."""
@@ -166,9 +172,11 @@ class Bed:
         ``/health`` makes a token, which takes seconds on a busy machine, so one miss
         does not count.
         """
-        for server in self.servers:
-            if not any(server.healthy() for _ in range(_HEALTH_TRIES)):
-                raise diagnosis.failure(server, "is not healthy")
+        sick = list(self.servers)
+        for _ in range(_HEALTH_TRIES):
+            sick = unhealthy(sick)
+        for server in sick:
+            raise diagnosis.failure(server, "is not healthy")
 
     def _unique(self, spec: Spec) -> Spec:
         # A restarted engine gets a log of its own.
@@ -193,9 +201,10 @@ class Bed:
             for server in list(waiting):
                 if server.poll() is not None:
                     raise diagnosis.failure(server, "ended while it started")
-                if server.healthy():
-                    waiting.remove(server)
-                    self._say(f"{server.name}: ready after {_since(began)}")
+            not_yet = unhealthy(waiting)
+            for server in [s for s in waiting if s not in not_yet]:
+                self._say(f"{server.name}: ready after {_since(began)}")
+            waiting = not_yet
             now = time.monotonic()
             if waiting and now - began > self._limit_s:
                 raise diagnosis.failure(
@@ -206,6 +215,16 @@ class Bed:
                 names = ", ".join(server.name for server in waiting)
                 self._say(f"waiting for {names} ({_since(began)})")
             time.sleep(_POLL_S)
+
+
+def unhealthy(servers: Sequence[Server]) -> list[Server]:
+    """Those that do not answer `/health`.
+
+    All are asked at once: an engine makes a token first, and looks for it once a second.
+    """
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:
+        answers = list(pool.map(lambda server: server.healthy(), servers))
+    return [server for server, ok in zip(servers, answers, strict=True) if not ok]
 
 
 def _port(asked: int | None, owner: str) -> int:

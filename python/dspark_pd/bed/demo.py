@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace) -> Report:
 
 
 def _resolve_tails(waves: list[modes.Wave], draft: Path) -> list[modes.Wave]:
-    """Name the rows that a tail of -1 stands for, as the engines resolve it."""
+    """Name the length that a tail of -1 stands for, as the engines resolve it."""
     check_draft(draft, "--sliding-draft")
     window = check_checkpoint(draft, "--sliding-draft").get("sliding_window")
     if not isinstance(window, int):
@@ -172,7 +172,7 @@ def _run_wave(
     prompts: Mapping[bool, Sequence[Prompt]],
     first_port: int | None,
 ) -> list[Run]:
-    _say(f"starting {', '.join(wave.engines)} (about a minute on two cores)")
+    _say(f"starting {', '.join(wave.engines)}")
     engines = dict(
         zip(
             wave.engines,
@@ -185,8 +185,8 @@ def _run_wave(
         [
             RouterSpec(
                 f"router-{mode.key}",
-                [engines[mode.engines[0]]],
-                [engines[mode.engines[1]]],
+                [engines[mode.engines[0]].endpoint],
+                [engines[mode.engines[1]].endpoint],
                 port=None if first_port is None else first_port + i,
             )
             for i, mode in enumerate(pairs)

@@ -26,12 +26,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Mode:
-    """One row of the table. `engines` names one unified engine, or prefill and decode.
+    """One line of the table. `engines` names one unified engine, or prefill and decode.
 
     `key` is the name in the `parity` part of the report and unique; `name` is the
     `mode` of the run and may repeat with another `pp`. `exact` modes must reproduce
     the accept length of unified serving. `sliding` modes run the all-sliding draft, on
-    prompts whose keys fit in its window; `tail_tokens` rows are handed over, and -1
+    prompts whose keys fit in its window; `tail_tokens` hidden states are handed over, and -1
     stands for as many as that window needs.
     """
 
@@ -119,7 +119,7 @@ def _tail_mode(pp: int, prefill: str) -> Mode:
     return Mode(
         f"pd-tail-pp{pp}",
         "pd-tail",
-        f"prefill without a draft, {pp} stage{'s' if pp > 1 else ''} + decode, rows move",
+        f"prefill without a draft, {pp} stage{'s' if pp > 1 else ''} + decode, hidden states move",
         (prefill, "tail-decode"),
         reference="unified-sliding",
         pp=pp,

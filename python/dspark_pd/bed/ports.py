@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+from typing import NamedTuple
 
 from dspark_pd.bed.errors import BedError
 
@@ -16,6 +17,13 @@ LOOPBACK = "127.0.0.1"
 _LOWEST, _HIGHEST = 10_000, 22_000
 _TRIES = 500
 _handed_out: set[int] = set()
+
+
+class Endpoint(NamedTuple):
+    """Where an engine is reached; only a prefill has a bootstrap port."""
+
+    url: str
+    bootstrap_port: int | None = None
 
 
 def is_free(port: int) -> bool:

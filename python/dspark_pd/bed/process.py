@@ -18,11 +18,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from dspark_pd.bed.zygote import Forked, zygote_for
 
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 10.0
-# SGLang looks at a SIGTERM every 5 s; nothing of ours is worth waiting that long for.
-_GRACE_S = 1.5
+# SGLang looks at a SIGTERM every 5 s, and a router drains for seconds; nothing of ours is
+# worth waiting that long for. What ends at once needs no more than this.
+_GRACE_S = 0.5
 
 
 class _Reaper:
@@ -132,7 +136,7 @@ class Process:
         self.env = dict(env)
         self.log = log
         self._owner = 0
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -142,22 +146,28 @@ class Process:
         return self._child.pid
 
     def start(self) -> None:
-        """Start the child; returns at once."""
+        """Start the child; returns at once, once there is a zygote."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        # Before the signals are held back: it may have to import for seconds.
+        mother = zygote_for(self.argv)
         with self.log.open("ab") as out, _interrupts_deferred():
             out.write(f"$ {' '.join(self.argv)}\n".encode())
             out.flush()
-            self._child = subprocess.Popen(
-                self.argv,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            forked = mother and mother.fork(self.argv, self.env, self.log)
+            self._child = forked or self._spawn(out)
             self._owner = os.getpid()
             _running.add(self)
             _reaper.tell("+", self.pid)
+
+    def _spawn(self, out: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.argv,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def poll(self) -> int | None:
         """Exit status of the child, None while it runs."""

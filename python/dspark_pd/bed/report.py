@@ -133,7 +133,7 @@ class Report:
         return claims
 
     def table(self) -> str:
-        """One row per run, aligned, with a header."""
+        """One line per run, aligned, with a header."""
         rows = [_HEADER, *(self._row(run) for run in self.runs)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
         lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]

@@ -91,7 +91,7 @@ def _serve(args: argparse.Namespace) -> None:
         storage.mkdir(parents=True, exist_ok=True)
         prefill, decode = bed.start(_specs(args, storage))
         router = bed.start_router(
-            RouterSpec("router", [prefill], [decode], port=args.port)
+            RouterSpec("router", [prefill.endpoint], [decode.endpoint], port=args.port)
         )
         print(f"router  {router.url}   prefill {prefill.url}   decode {decode.url}")
         print(f"KV files in {storage}; Ctrl-C stops everything", flush=True)

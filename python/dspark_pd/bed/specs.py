@@ -7,12 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from dspark_pd.bed.ports import LOOPBACK
-
-if TYPE_CHECKING:
-    from dspark_pd.bed.bed import Engine
+from dspark_pd.bed.ports import LOOPBACK, Endpoint
 
 Role = Literal["unified", "prefill", "decode"]
 Flag = str | int | float | bool | None | Sequence[str]
@@ -89,7 +86,6 @@ class EngineSpec:
         """Environment of the engine; `stats_dir` is where NIXL byte counters go."""
         return {
             **base_environment(),
-            "SGLANG_PLATFORM": "cpu_reference",
             "SGLANG_CPU_REFERENCE_STATS_DIR": str(stats_dir),
             **self.env,
         }
@@ -97,11 +93,11 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """One router over started engines (`dspark_pd.bed.bed.Engine`)."""
+    """One router over started engines, which it is told by their addresses."""
 
     name: str
-    prefills: Sequence[Engine] = ()
-    decodes: Sequence[Engine] = ()
+    prefills: Sequence[Endpoint] = ()
+    decodes: Sequence[Endpoint] = ()
     port: int | None = None
     args: Mapping[str, Flag] = field(default_factory=dict)
 
@@ -153,14 +149,17 @@ def base_environment() -> dict[str, str]:
     """The caller's environment, made local, offline and single-threaded.
 
     Settings of the patch set that a user may have exported are dropped: an engine of
-    the bed gets those from its own specification only.
+    the bed gets those from its own specification only. So is the name of the test that
+    runs: libraries look for it while they are imported.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_DSPARK_PD_")}
+    dropped = ("SGLANG_DSPARK_PD_", "PYTEST_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     env.update(
         OMP_NUM_THREADS="1",
         MKL_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONUNBUFFERED="1",
+        SGLANG_PLATFORM="cpu_reference",
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         SGLANG_HOST_IP=LOOPBACK,

@@ -1,8 +1,9 @@
 """Engines shared by the end-to-end tests of one session.
 
-Starting an engine costs about 40 CPU seconds, so tests share them: `references`
-(unified serving, stopped once its answers are known), `native_pair` (overlap on, one
-GPU rank per engine). What a module alone needs it starts in fixtures of its own. Each
+Engines are forked from a process that has imported SGLang (`dspark_pd.bed.zygote`) and
+are ready after some four seconds; one with a PYTHONPATH of its own imports for itself and
+takes twelve. Tests share them all the same: `references` (unified serving, stopped once
+its answers are known), `native_pair` (overlap on, one rank per engine). What a module alone needs it starts in fixtures of its own. Each
 test leaves the engines healthy; the check at the end of the session names one that
 is not.
 """

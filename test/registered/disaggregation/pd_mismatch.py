@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_pd.bed import MODELS, Bed, Engine, EngineSpec, Router, RouterSpec
+from dspark_pd.bed.bed import unhealthy as unhealthy_at_once
 from dspark_pd.bed.ports import release_port
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80]
@@ -87,7 +88,9 @@ def consult_doctor(prefill: Engine, decode: Engine) -> Diagnosis:
 
 def route(bed: Bed, prefill: Engine, decode: Engine) -> Router:
     """A fresh router before a pair; routers stop using an engine after failures."""
-    spec = RouterSpec(f"r-{prefill.name}-{decode.name}", [prefill], [decode])
+    spec = RouterSpec(
+        f"r-{prefill.name}-{decode.name}", [prefill.endpoint], [decode.endpoint]
+    )
     return bed.start_router(spec)
 
 
@@ -173,7 +176,7 @@ def unhealthy(*engines: Engine, timeout_s: float = 30.0) -> list[str]:
     end = time.monotonic() + timeout_s
     sick = list(engines)
     while sick:
-        sick = [engine for engine in sick if not engine.healthy()]
+        sick = unhealthy_at_once(sick)
         if time.monotonic() > end or any(not engine.alive() for engine in sick):
             break
     return [engine.name for engine in sick]

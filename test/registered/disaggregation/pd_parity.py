@@ -2,7 +2,7 @@
 
 Equal output is necessary and proves little: verification repairs every wrong draft, so
 text is the same with garbage in the draft's KV. The number of verify passes of each
-request is what changes when the draft lacks a row of its context.
+request is what changes when the draft lacks part of its context.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def native_specs(name: str, **options: object) -> list[EngineSpec]:
 
 def route(bed: Bed, prefill: Engine, decode: Engine) -> Pair:
     """Put a router before two engines."""
-    spec = RouterSpec(f"router-{prefill.name}-{decode.name}", [prefill], [decode])
+    spec = RouterSpec(
+        f"router-{prefill.name}-{decode.name}", [prefill.endpoint], [decode.endpoint]
+    )
     return Pair(prefill, decode, bed.start_router(spec))
 
 

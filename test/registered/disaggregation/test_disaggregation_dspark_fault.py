@@ -38,7 +38,7 @@ pytestmark = pytest.mark.e2e
 
 # A request whose other engine is gone is held for these timeouts (300 s by default), and
 # the router tries it again before it knows; together they bound the client's wait.
-TIMEOUT_S = 15
+TIMEOUT_S = 10
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(TIMEOUT_S),
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(TIMEOUT_S),
@@ -60,9 +60,8 @@ OBSERVED: dict[str, tuple[float, str]] = {}
 CONTROL_THREADS = {"prefill": "bootstrap_thread", "decode": "decode_listener_thread"}
 
 
-def fault_spec(role: str, orders: Path, **options):
-    env = {**TIMEOUTS, **killable(orders)}
-    return spec(f"fault-{role}", role, env=env, **options)
+def fault_spec(role: str, env: dict[str, str], **options):
+    return spec(f"fault-{role}", role, env={**TIMEOUTS, **env}, **options)
 
 
 def any_moment(running: Running) -> float:
@@ -71,7 +70,10 @@ def any_moment(running: Running) -> float:
 
 @dataclass
 class Running:
-    """The pair of the module; engines are replaced by their restarted selves."""
+    """The pair of the module; engines are replaced by their restarted selves.
+
+    Only the first ones have threads that can be ended to order.
+    """
 
     bed: Bed
     prefill: Engine
@@ -82,7 +84,7 @@ class Running:
 
     def restart(self, which: str) -> None:
         options = stop_and_free(self.bed, getattr(self, which))
-        [started] = self.bed.start([fault_spec(which, self.orders, **options)])
+        [started] = self.bed.start([fault_spec(which, {}, **options)])
         setattr(self, which, started)
 
     def serves(self) -> bool:
@@ -93,10 +95,10 @@ class Running:
 def running(bed: Bed, tmp_path_factory) -> Iterator[Running]:
     orders = tmp_path_factory.mktemp("orders")
     prefill, decode = bed.start(
-        [fault_spec(role, orders) for role in ("prefill", "decode")]
+        [fault_spec(role, killable(orders)) for role in ("prefill", "decode")]
     )
     router = bed.start_router(
-        RouterSpec("fault-r", [prefill], [decode], args=FORGIVING)
+        RouterSpec("fault-r", [prefill.endpoint], [decode.endpoint], args=FORGIVING)
     )
     running = Running(bed, prefill, decode, router, random.Random(20261129), orders)
     assert wait_until(running.serves, BACK_LIMIT_S) is not None
@@ -122,6 +124,25 @@ def check_recovered(running: Running) -> None:
     for engine in (running.prefill, running.decode):
         assert empty_within(engine) == {}, f"{engine.name} still holds something"
     assert not unhealthy(running.prefill, running.decode)
+
+
+@pytest.mark.parametrize("which", CONTROL_THREADS)
+def test_fault_control_thread_killed(running: Running, which: str) -> None:
+    """Its engine is gone within seconds; requests end; a restart cures it."""
+    engine, function = getattr(running, which), CONTROL_THREADS[which]
+    peer = running.decode if which == "prefill" else running.prefill
+    kill_thread(running.orders, function)
+    with ThreadPoolExecutor(1) as pool:
+        # A thread that waits for a message ends when the next one comes.
+        asked = pool.submit(ask_many, running.router.url, 2, timeout_s=90)
+        gone = wait_until(lambda: is_gone(engine), GONE_LIMIT_S)
+        answers = asked.result()
+    assert gone is not None, f"the engine still has processes {engine.pids()}"
+    assert f"Control thread '{function}' is dead: SystemExit" in engine.log_text()
+    assert empty_within(peer, 2 * TIMEOUT_S) == {}, f"{peer.name} holds a request"
+    running.restart(which)
+    check_answered(f"{which}'s control thread killed", answers)
+    check_recovered(running)
 
 
 # Seconds after the requests: while they are handed over, and while they are decoded.
@@ -171,7 +192,12 @@ def test_fault_router_killed(running: Running) -> None:
     OBSERVED["router killed"] = (max(a.seconds for a in answers), "connection lost")
     running.bed.stop(old)
     running.router = running.bed.start_router(
-        RouterSpec("fault-r2", [running.prefill], [running.decode], args=FORGIVING)
+        RouterSpec(
+            "fault-r2",
+            [running.prefill.endpoint],
+            [running.decode.endpoint],
+            args=FORGIVING,
+        )
     )
     check_recovered(running)
 
@@ -200,25 +226,6 @@ def test_fault_hostile_frames(running: Running) -> None:
     assert all(answer.status == 200 for answer in answers)
     check_recovered(running)
     assert resident_mib(prefill) - before < FLAT_MIB
-
-
-@pytest.mark.parametrize("which", CONTROL_THREADS)
-def test_fault_control_thread_killed(running: Running, which: str) -> None:
-    """Its engine is gone within seconds; requests end; a restart cures it."""
-    engine, function = getattr(running, which), CONTROL_THREADS[which]
-    peer = running.decode if which == "prefill" else running.prefill
-    kill_thread(running.orders, function)
-    with ThreadPoolExecutor(1) as pool:
-        # A thread that waits for a message ends when the next one comes.
-        asked = pool.submit(ask_many, running.router.url, 2, timeout_s=90)
-        gone = wait_until(lambda: is_gone(engine), GONE_LIMIT_S)
-        answers = asked.result()
-    assert gone is not None, f"the engine still has processes {engine.pids()}"
-    assert f"Control thread '{function}' is dead: SystemExit" in engine.log_text()
-    assert empty_within(peer, 2 * TIMEOUT_S) == {}, f"{peer.name} holds a request"
-    running.restart(which)
-    check_answered(f"{which}'s control thread killed", answers)
-    check_recovered(running)
 
 
 def test_fault_table(capsys) -> None:

@@ -1,7 +1,7 @@
 """HiCache with file storage on prefill, with the flags of the GPU recipe.
 
 A prefix may come back from device memory, host memory or a file. Each must bring the
-draft's rows with it: same tokens, same verify passes as a cold prompt. Which tier
+draft's KV with it: same tokens, same verify passes as a cold prompt. Which tier
 answered is read from `cached_tokens_details`, because a tier that fails is silently
 recomputed and gives the same text.
 """

@@ -45,7 +45,7 @@ def test_parity_with_unified(
 
 
 def test_one_request_at_a_time(native_pair: Pair, references: References) -> None:
-    """A batch of one has no neighbour that could lend it a row."""
+    """A batch of one has no neighbour that could lend it context."""
     assert_parity(send(native_pair.client, "short", parallel=1), "short", references)
 
 
@@ -67,7 +67,7 @@ def test_requests_really_were_batched(native_pair: Pair) -> None:
 
 
 def test_prefill_radix_hit(native_pair: Pair, references: References) -> None:
-    """A second pass finds its prompt on prefill, with the draft's rows beside it."""
+    """A second pass finds its prompt on prefill, with the draft's KV beside it."""
     native_pair.prefill.flush_cache()
     cold = send(native_pair.client, "radix")
     assert [reply.cached_tokens for reply in cold] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""A prefill without a draft hands over hidden rows; DSPARK decodes from them.
+"""A prefill without a draft hands over hidden states; DSPARK decodes from them.
 
 Claims are made against unified serving with the same draft: same tokens, the same
 number of verify passes for each request, and draft KV equal to what a prefill with a
@@ -78,7 +78,7 @@ def decode_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec:
 
 
 def window() -> int:
-    """Rows that the sliding draft reads before its first drafted position."""
+    """Positions that the sliding draft reads before its first drafted one."""
     return check_checkpoint(MODELS.draft_swa, "draft")["sliding_window"] - 1
 
 
@@ -97,7 +97,7 @@ class Fleet:
 
 
 def watched(probe: Path) -> dict[str, str]:
-    """Environment of a decode that expects rows and shows its draft KV."""
+    """Environment of a decode that expects a tail and shows its draft KV."""
     path = os.pathsep.join(filter(None, [str(PROBE), os.environ.get("PYTHONPATH")]))
     return {**EXPECT, "PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
 
@@ -138,7 +138,7 @@ def probed(probe: Path, prompt: Sequence[int]) -> dict:
     return torch.load(probe / f"{digest}.pt")
 
 
-def assert_same_rows(mine: Any, theirs: Any) -> None:
+def assert_same_draft_kv(mine: Any, theirs: Any) -> None:
     """Equal but for the order in which float32 GEMMs of other row counts add up."""
     assert theirs.abs().max() > 0
     assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
@@ -154,7 +154,7 @@ def captured_layers(draft: Path) -> list[int]:
     return check_checkpoint(draft, "draft")["target_layer_ids"]
 
 
-def row_bytes() -> int:
+def hidden_state_bytes() -> int:
     layers = captured_layers(MODELS.draft_swa)
     return len(layers) * check_checkpoint(MODELS.target, "target")["hidden_size"] * 4
 
@@ -211,7 +211,7 @@ PARTIAL = {
 
 @pytest.fixture(scope="class")
 def partial_client(bed: Bed) -> Iterator[Client]:
-    """A full-attention draft with eight rows of context, asked for by name."""
+    """A full-attention draft with eight tokens of context, asked for by name."""
     ids = ",".join(map(str, captured_layers(MODELS.draft_full)))
     capture = {
         **CAPTURE,
@@ -253,7 +253,7 @@ class TestTailFleet:
         assert min(lengths["sliding-long"]) > 3 * CHUNK
 
     @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-    def test_tail_draft_rows_equal_native(self, fleet: Fleet, prefill: str) -> None:
+    def test_tail_draft_kv_equals_native(self, fleet: Fleet, prefill: str) -> None:
         """What injection wrote is what a prefill with a draft would have sent."""
         for name in SETS:
             for prompt in PROMPT_SETS[name]:
@@ -262,16 +262,14 @@ class TestTailFleet:
                     fleet.client(source).generate([prompt.ids], 1)
                     dumps[source] = probed(fleet.probe, prompt.ids)
                 kept = min(len(prompt.ids), window())
-                native, tail = (
-                    dumps[s]["rows"][:, -kept:] for s in ("native", prefill)
-                )
+                native, tail = (dumps[s]["kv"][:, -kept:] for s in ("native", prefill))
                 assert dumps[prefill]["end"] == len(prompt.ids)
-                assert_same_rows(tail, native)
+                assert_same_draft_kv(tail, native)
 
     def test_tail_and_native_share_a_decode(
         self, fleet: Fleet, references: References
     ) -> None:
-        """Rows of one prefill are never written over the draft KV of another."""
+        """The tail of one prefill is never written over the draft KV of another."""
         answers: dict[str, list[Reply]] = {}
 
         def run(prefill: str) -> None:
@@ -309,23 +307,34 @@ class TestTailFleet:
             assert_parity(replies, "sliding-radix", references, MODELS.draft_swa)
 
     @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
-    def test_tail_moves_the_rows_that_exist(self, fleet: Fleet, prefill: str) -> None:
+    def test_tail_moves_the_hidden_states_that_exist(
+        self, fleet: Fleet, prefill: str
+    ) -> None:
         engine, stages = getattr(fleet, prefill), {"pp1": 1, "pp2": 2}[prefill]
         for name in ("sliding", "sliding-short"):
             lengths = [len(prompt.ids) for prompt in PROMPT_SETS[name]]
             before = engine.bytes_posted()
             send(fleet.client(prefill), name)
             moved = engine.bytes_posted() - before
-            rows = sum(min(length, window()) for length in lengths)
-            formula = sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
+            states = sum(min(length, window()) for length in lengths)
+            formula = (
+                sum(lengths) * kv_bytes_per_token() + states * hidden_state_bytes()
+            )
             formula += len(lengths) * (HEADER_BYTES + stages * METADATA_BYTES)
             assert moved / formula <= 1.02
-            assert moved >= sum(lengths) * kv_bytes_per_token() + rows * row_bytes()
+            assert (
+                moved
+                >= sum(lengths) * kv_bytes_per_token() + states * hidden_state_bytes()
+            )
 
     def test_tail_through_the_router(
         self, bed: Bed, fleet: Fleet, references: References
     ) -> None:
-        spec = RouterSpec("tail-router", [fleet.pp1, fleet.pp2], [fleet.decode])
+        spec = RouterSpec(
+            "tail-router",
+            [fleet.pp1.endpoint, fleet.pp2.endpoint],
+            [fleet.decode.endpoint],
+        )
         router = bed.start_router(spec)
         try:
             replies = send(Client.router(router), "sliding")
@@ -337,7 +346,7 @@ class TestTailFleet:
     def test_tail_survives_aborts(
         self, fleet: Fleet, references: References, prefill: str
     ) -> None:
-        """Aborted on either engine at any stage; slots and rows stay the others' own."""
+        """Aborted on either engine at any stage; slots and hidden states stay the others' own."""
         rng = random.Random(7)
         source = getattr(fleet, prefill)
         prompts = PROMPT_SETS["sliding-long"]
@@ -441,7 +450,7 @@ class TestTailPartial:
 
 @pytest.mark.parametrize("family", sorted(random_models.TARGETS))
 def test_tail_of_other_targets(bed: Bed, tmp_path: Path, family: str) -> None:
-    """Pipelined capture in code that models share: rows equal a native prefill's."""
+    """Pipelined capture in code that models share: draft KV equals a native prefill's."""
     target, draft = random_models.make_pair(tmp_path, family)
     probe = tmp_path / "probe"
     probe.mkdir()
@@ -460,16 +469,16 @@ def test_tail_of_other_targets(bed: Bed, tmp_path: Path, family: str) -> None:
     )
     decode, native, pp2 = engines
     prompts = [prompt.ids for prompt in make_prompts(4, seed=1)]
-    answers, rows = [], []
+    answers, draft_kv = [], []
     for prefill in (native, pp2):
         client = Client.direct(prefill, decode)
         answers.append([r.output_ids for r in client.generate(prompts, 16)])
-        rows.append([probed(probe, prompt)["rows"] for prompt in prompts])
+        draft_kv.append([probed(probe, prompt)["kv"] for prompt in prompts])
     bed.stop(*engines)
     assert answers[0] == answers[1]
-    for mine, theirs in zip(*rows, strict=True):
+    for mine, theirs in zip(*draft_kv, strict=True):
         kept = random_models.WINDOW - 1
-        assert_same_rows(mine[:, -kept:], theirs[:, -kept:])
+        assert_same_draft_kv(mine[:, -kept:], theirs[:, -kept:])
 
 
 def test_tail_refusals_at_start(bed: Bed) -> None:

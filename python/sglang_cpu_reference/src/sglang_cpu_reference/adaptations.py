@@ -82,6 +82,15 @@ TABLE: tuple[Adaptation, ...] = (
         seam="a stream-ownership helper on the platform",
     ),
     Adaptation(
+        module="sglang.srt.entrypoints.engine",
+        name="_set_envs_and_config",
+        kind="after",
+        hook=f"{_PACKAGE}.forking:start_by_fork",
+        params=("server_args",),
+        why="each process of an engine imports everything anew",
+        seam="a platform hook for the start method; spawn is for CUDA's sake",
+    ),
+    Adaptation(
         module="sglang.srt.managers.scheduler",
         name="Scheduler.on_idle",
         kind="after",

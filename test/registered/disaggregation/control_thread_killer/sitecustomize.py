@@ -31,6 +31,12 @@ def _watch(folder: str) -> None:
                 )
 
 
+def _start() -> None:
+    threading.Thread(target=_watch, args=(_folder,), daemon=True).start()
+
+
 _folder = os.environ.get("CONTROL_THREAD_KILLER_DIR")
 if _folder:
-    threading.Thread(target=_watch, args=(_folder,), daemon=True).start()
+    _start()
+    # A forked process has the modules of its parent, but not its threads.
+    os.register_at_fork(after_in_child=_start)

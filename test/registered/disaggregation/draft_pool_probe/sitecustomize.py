@@ -54,10 +54,10 @@ def _save(scheduler, req, end):
     pool = scheduler.draft_worker.primary_draft_kv_pool
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
     slots = slots.to(torch.int64)
-    rows = torch.stack([buf[slots] for buf in [*pool.k_buffer, *pool.v_buffer]])
+    kv = torch.stack([buf[slots] for buf in [*pool.k_buffer, *pool.v_buffer]])
     digest = hashlib.sha256(repr(list(req.origin_input_ids)).encode()).hexdigest()
     path = os.path.join(os.environ["DRAFT_POOL_PROBE_DIR"], digest[:24] + ".pt")
-    torch.save({"start": start, "end": end, "rows": rows.clone()}, path + ".part")
+    torch.save({"start": start, "end": end, "kv": kv.clone()}, path + ".part")
     os.replace(path + ".part", path)
 
 
