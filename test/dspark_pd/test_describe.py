@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_pd.doctor import arguments, sglang_parser
 from dspark_pd.doctor.arguments import NotArguments, argv_of, parse, read_line
 from dspark_pd.doctor.fields import ALIASES, FIELDS, VARIABLES, meant_by, relevant
 from outcome import Run
@@ -221,6 +219,8 @@ def test_what_is_described_is_what_the_doctor_reads(
         "unknown": ["--x"],
     }
     assert "flags that are not read: --x" in outcome.err
+    quiet = run("describe", "-q", "--", *words, *command, "--x", "1", text=True)
+    assert (quiet.out, quiet.err) == (outcome.out, "")
     file = tmp_path / "described.json"
     file.write_text(outcome.out)
     findings = run("doctor", "--prefill", file, "--decode", file).data["findings"]
@@ -302,36 +302,3 @@ def test_without_its_parser_the_known_flags_are_read_with_a_note(
     assert outcome.data["server_args"] == {"model_path": "/m", "tp_size": 4}
     assert outcome.data["unknown"] == ["--only-here"]
     assert any("no torch" in note for note in outcome.document["notes"])
-
-
-def test_the_parser_of_the_installed_sglang_agrees_with_ours() -> None:
-    """On the flags that both know, in the spelling rules that we follow."""
-    pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-    argv = [
-        "--model",
-        "m",
-        "--tp",
-        "4",
-        "--speculative-algo",
-        "dspark",
-        "--page-size=8",
-    ]
-    argv += [
-        "--enable-hicache",
-        "--attn-cp-size",
-        "2",
-        "--json-model-override-args",
-        "{}",
-    ]
-    argv += ["--speculative-dspark-block-size", "4", "--disable-radix-cache"]
-    argv += ["--cuda-graph-backend-prefill", "disabled", "--trust-remote-code"]
-    theirs, unknown = sglang_parser.ask(argv)
-    ours, extra = arguments.parse(argv, Path())
-    assert (unknown, extra) == ([], ["--trust-remote-code"])
-    assert {k: v for k, v in theirs.items() if k in FIELDS} == {
-        k: v for k, v in ours.items() if v != "{}"
-    }
-
-
-def test_describing_without_sglang_imports_neither_torch_nor_sglang() -> None:
-    assert "torch" not in sys.modules or "sglang" in sys.modules

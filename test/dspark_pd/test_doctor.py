@@ -336,7 +336,7 @@ OWN_CHECKS = {
     ),
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
-    "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --enable-dp-attention", ""),
+    "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --tp 2 --attn-dp-size 2", ""),
     "DOC-DECODE-HICACHE": ("", CAPTURE, "{draft} --enable-hierarchical-cache", ""),
     "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
     "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
@@ -465,6 +465,7 @@ def test_neither_torch_nor_sglang_is_imported(bench: Bench) -> None:
     code = (
         "import sys; from dspark_pd.cli import main; "
         f"main(['doctor', '--prefill', {files[0]!r}, '--decode', {files[1]!r}, '-q']); "
+        "main(['describe', '-q', '--without-sglang', '--', '--tp', '2']); "
         "sys.exit(sorted({'torch', 'sglang'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run(

@@ -357,7 +357,7 @@ def test_list_errors_shows_all(run: Run) -> None:
 
 
 def test_many_problems_are_told_at_once(run: Run, site: Path) -> None:
-    """A user who meets a new build should not find the misfits one by one."""
+    """A user who meets a new build should not find what does not fit one by one."""
     fake_sglang.install(site, "1.1.0")
     for path in ("srt/managers/relay.py", "srt/start.py"):
         (site / "sglang" / path).write_text("empty = True\n")

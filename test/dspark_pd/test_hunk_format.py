@@ -9,7 +9,7 @@ import pytest
 import fake_sglang
 from dspark_pd.messages.errors import Refused
 from dspark_pd.patchset import hygiene
-from dspark_pd.patchset.fields import misfits
+from dspark_pd.patchset.fields import wrong_fields
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.patchset.yaml_documents import load_documents
 from outcome import Run
@@ -86,7 +86,7 @@ def test_a_wrong_field_is_named(overlay: Path, field: str, old: str, new: str) -
 def test_a_missing_field_is_named(overlay: Path, field: str) -> None:
     (document,) = load_documents(_file(overlay, VALID), "x")
     del document.data[field]
-    assert field in {name for name, _, _ in misfits(document.data, ["native"])}
+    assert field in {name for name, _, _ in wrong_fields(document.data, ["native"])}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_missing_metadata_field_is_named(overlay: Path, field: str) -> None:
     (document,) = load_documents(_file(overlay, VALID), "x")
     del document.data["metadata"][field]
     assert f"metadata.{field}" in {
-        name for name, _, _ in misfits(document.data, ["native"])
+        name for name, _, _ in wrong_fields(document.data, ["native"])
     }
 
 

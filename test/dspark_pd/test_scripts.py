@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import importlib.util
+import io
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +15,10 @@ import pytest
 
 from dspark_pd.bed.serve import _arguments, _specs
 from dspark_pd.bed.specs import to_argv
+from dspark_pd.cli import main
+from dspark_pd.doctor import sglang_parser
+from dspark_pd.doctor.arguments import parse
+from dspark_pd.doctor.fields import FIELDS
 
 pytestmark = pytest.mark.unit
 
@@ -81,37 +88,104 @@ def arguments_of(script: str, program: str, tmp_path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.fixture(scope="module")
-def engine_parser() -> argparse.ArgumentParser:
-    """SGLang's own parser of server arguments."""
-    server_args = pytest.importorskip("sglang.srt.server_args")
-    parser = argparse.ArgumentParser()
-    server_args.ServerArgs.add_cli_args(parser)
-    return parser
+SPELLINGS = [
+    "--model",
+    "m",
+    "--tp",
+    "4",
+    "--speculative-algo",
+    "dspark",
+    "--page-size=8",
+    "--enable-hicache",
+    "--attn-cp-size",
+    "2",
+    "--speculative-dspark-block-size",
+    "4",
+    "--disable-radix-cache",
+    "--cuda-graph-backend-prefill",
+    "disabled",
+    "--trust-remote-code",
+]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_sglang_accepts_the_flags_of_the_gpu_recipe(
-    role: str, engine_parser: argparse.ArgumentParser, tmp_path: Path
+def in_this_process(
+    command: list[str], input: str, **_: object
+) -> subprocess.CompletedProcess[str]:
+    """Run the code of ``python -c`` here: SGLang is imported here as well, and slowly."""
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told):
+        patch.setattr(sys, "stdin", io.StringIO(input))
+        exec(command[2], {})
+    return subprocess.CompletedProcess(command, 0, told.getvalue(), "")
+
+
+def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verb, *flags = arguments_of(f"deepseek_v4_flash_{role}.sh", "sglang", tmp_path)
-    args = engine_parser.parse_args(flags)
-    assert verb == "serve"
-    assert args.disaggregation_mode == role
-    assert args.speculative_algorithm == "DSPARK"
-    assert args.tp_size == 4
-    assert args.log_level == "error"
-    if role == "decode":
-        assert args.cuda_graph_max_bs_decode == 64
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed here")
+    gpu = {}
+    for role in ("prefill", "decode"):
+        verb, *gpu[role] = arguments_of(
+            f"deepseek_v4_flash_{role}.sh", "sglang", tmp_path
+        )
+        assert verb == "serve"
+    twin = [
+        (spec.role, to_argv(spec.flags(30000, 8998)))
+        for spec in _specs(_arguments([]), tmp_path)
+    ]
+    config = tmp_path / "c.yaml"
+    config.write_text("dp-size: 2\nenable-pdmux: true\n")
+    ours = [*SPELLINGS, "--config", str(config)]
+    lines = [*gpu.values(), *(argv for _, argv in twin), ours, ["--tp", "four"]]
+    monkeypatch.setattr(sglang_parser.subprocess, "run", in_this_process)
+    *accepted, refused = sglang_parser.ask_all(lines)
+    for argv, found in zip(lines, accepted, strict=False):
+        assert found["unknown"] == [], argv
+        known = parse(argv, tmp_path)[0]
+        theirs = {k: v for k, v in found["args"].items() if k in FIELDS}
+        # SGLang's parser leaves out what is its default.
+        assert theirs.items() <= known.items(), argv
+    for role, found in zip(gpu, accepted, strict=False):
+        assert found["args"]["disaggregation_mode"] == role
+        assert found["args"]["speculative_algorithm"] == "DSPARK"
+        assert (found["args"]["tp_size"], found["args"]["log_level"]) == (4, "error")
+    assert accepted[1]["args"]["cuda_graph_max_bs_decode"] == 64
+    assert [role for role, _ in twin] == [
+        found["args"]["disaggregation_mode"] for found in accepted[2:-1]
+    ]
+    assert accepted[-1]["args"]["enable_pdmux"] is True
+    assert "invalid int value: 'four'" in refused["refused"]
 
 
-def test_sglang_accepts_the_flags_of_the_cpu_twin(
-    engine_parser: argparse.ArgumentParser, tmp_path: Path
+def test_the_gpu_recipe_is_described_by_its_own_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for spec in _specs(_arguments([]), tmp_path):
-        flags = to_argv(spec.flags(30000, 8998))
-        args = engine_parser.parse_args(flags)
-        assert args.disaggregation_mode == spec.role
+    """As the docs say: a program of that name in front on PATH; the pair has no errors."""
+    stub = tmp_path / "sglang"
+    describe = f"{sys.executable} -m dspark_pd describe -q --without-sglang --"
+    stub.write_text(f'#!/bin/sh\nexec {describe} sglang "$@"\n')
+    stub.chmod(0o755)
+    pair = []
+    for role in ("prefill", "decode"):
+        done = subprocess.run(
+            ["bash", str(LAUNCH / f"deepseek_v4_flash_{role}.sh")],
+            env={
+                "PATH": f"{tmp_path}:/usr/bin:/bin",
+                "PYTHONPATH": str(SCRIPTS.parent / "python"),
+                "HICACHE_DIR": "/fast/disk",
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        (tmp_path / f"{role}.json").write_text(done.stdout)
+        pair += [f"--{role}", str(tmp_path / f"{role}.json")]
+    assert main(["doctor", *pair, "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["data"]["findings"]
+    # Neither the checkpoint nor its weights are here.
+    assert {f["code"] for f in findings} <= {"DOC-CONFIG", "PD-DRAFT-WEIGHTS-UNKNOWN"}
 
 
 def test_the_router_accepts_its_flags(tmp_path: Path) -> None:

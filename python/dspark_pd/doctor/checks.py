@@ -65,6 +65,12 @@ def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
     )
 
 
+def _drafts_without_head(engine: Engine) -> bool:
+    """Whether it drafts with data-parallel attention, in either spelling, alone."""
+    groups = engine.has("enable_dp_attention") or engine.size("attn_dp_size") > 1
+    return engine.drafts and groups and not engine.has("enable_dp_lm_head")
+
+
 CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "DOC-ROLE",
@@ -127,10 +133,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "DOC-DP-LM-HEAD",
         ERROR,
-        lambda p, d: any(
-            e.drafts and e.has("enable_dp_attention") and not e.has("enable_dp_lm_head")
-            for e in (p, d)
-        ),
+        lambda p, d: any(_drafts_without_head(e) for e in (p, d)),
         "an engine runs DSPARK with data-parallel attention and without its LM head",
         "SGLang refuses to start it",
         "add --enable-dp-lm-head",

@@ -18,35 +18,44 @@ _TIMEOUT_S: Final = 300
 _MARK: Final = "dspark-pd describe: "
 _SCRIPT: Final = """
 import argparse, dataclasses, json, sys
-argv, mark = json.load(sys.stdin)
+lines, mark = json.load(sys.stdin)
 from sglang.srt.server_args import ServerArgs
+
+class Refused(Exception):
+    pass
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        answer(refused=message)
-        sys.exit(0)
+        raise Refused(message)
 
-def plain(value):
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
-
-def answer(**found):
-    print("\\n" + mark + json.dumps(found, default=plain), flush=True)
-
-parser = Parser(prog="sglang serve")
-ServerArgs.add_cli_args(parser)
-if "--config" in argv:
+def merged(argv):
+    if "--config" not in argv:
+        return argv
     try:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
     except ImportError:
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger
     try:
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+        return ConfigArgumentMerger(parser).merge_config_with_args(argv)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
-given, rest = parser.parse_known_args(argv)
-args = {k: v for k, v in vars(given).items() if v != parser.get_default(k)}
-flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-answer(args=args, unknown=list(dict.fromkeys(flags)))
+        raise Refused(str(error))
+
+def read(argv):
+    try:
+        given, rest = parser.parse_known_args(merged(argv))
+    except Refused as refused:
+        return {"refused": str(refused)}
+    args = {k: v for k, v in vars(given).items() if v != parser.get_default(k)}
+    args.pop("config", None)
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    return {"args": args, "unknown": list(dict.fromkeys(flags))}
+
+def plain(value):
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
+
+parser = Parser(prog="sglang serve")
+ServerArgs.add_cli_args(parser)
+print("\\n" + mark + json.dumps([read(argv) for argv in lines], default=plain))
 """
 
 
@@ -61,10 +70,18 @@ def ask(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Raises NotArguments where SGLang refuses the command line, Unavailable where it
     cannot be asked.
     """
+    (found,) = ask_all([argv])
+    if "refused" in found:
+        raise NotArguments(f"SGLang refuses it: {found['refused']}")
+    return found["args"], found["unknown"]
+
+
+def ask_all(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return for each command line ``args`` and ``unknown``, or why it is ``refused``."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _SCRIPT],
-            input=json.dumps([list(argv), _MARK]),
+            input=json.dumps([[list(argv) for argv in lines], _MARK]),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -74,10 +91,7 @@ def ask(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise Unavailable(str(error)) from None
     told = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if not told:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Unavailable(lines[-1][:300])
-    found = json.loads(told[-1].removeprefix(_MARK))
-    if "refused" in found:
-        raise NotArguments(f"SGLang refuses it: {found['refused']}")
-    found["args"].pop("config", None)
-    return found["args"], found["unknown"]
+        last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise Unavailable(last[-1][:300])
+    found: list[dict[str, Any]] = json.loads(told[-1].removeprefix(_MARK))
+    return found

@@ -228,38 +228,15 @@ def resolve(engine: Engine) -> None:
     algorithm = args.get("speculative_algorithm")
     if isinstance(algorithm, str):
         args["speculative_algorithm"] = algorithm.upper() or None
-    if engine.size("attn_dp_size") > 1:
-        # The newer spelling of --dp-size with --enable-dp-attention.
-        args.update(dp_size=args["attn_dp_size"], enable_dp_attention=True)
-    if engine.drafts:
-        _resolve_block_size(engine)
-        if not args.get("speculative_draft_model_path"):
-            _find_draft_beside_target(args)
-
-
-def _resolve_block_size(engine: Engine) -> None:
-    block = engine.args.get("speculative_dspark_block_size")
-    if block is None:
+    block = args.get("speculative_dspark_block_size")
+    if not engine.drafts or block is None:
         return
-    tokens = engine.args.setdefault("speculative_num_draft_tokens", None)
+    tokens = args.get("speculative_num_draft_tokens")
     if tokens is None:
-        engine.args["speculative_num_draft_tokens"] = int(block) + 1
+        args["speculative_num_draft_tokens"] = int(block) + 1
     elif int(tokens) != int(block) + 1:
         fields = {"role": engine.role, "tokens": tokens, "block": block}
         engine.problems.append(remark("block size", **fields))
-
-
-def _find_draft_beside_target(args: dict[str, Any]) -> None:
-    """A target without a draft inside it may have one in its folder ``dspark``."""
-    description = load("description")
-    path, revision = args.get("model_path"), args.get("revision")
-    config = description.read_config(path, revision) or {}
-    folder = description.local_folder(path, revision)
-    if not folder or config.get("dspark_block_size") is not None:
-        return
-    draft = Path(folder) / "dspark"
-    if (draft / "config.json").is_file():
-        args["speculative_draft_model_path"] = str(draft)
 
 
 def _describe(engine: Engine) -> None:
@@ -290,10 +267,8 @@ def _from_arguments(engine: Engine, read_models: bool = True) -> dict[str, Any]:
         engine.target_config = module.read_config(
             args.get("model_path"), args.get("revision")
         )
-        engine.draft_config = module.read_config(
-            args.get("speculative_draft_model_path"),
-            args.get("speculative_draft_model_revision"),
-        )
+        draft = module.draft_source(args, engine.target_config)
+        engine.draft_config = module.read_config(draft.path, draft.revision)
     described: dict[str, Any] = module.describe(
         args,
         role=engine.role,

@@ -97,7 +97,7 @@ def from_os_error(error: OSError, left: str = UNCHANGED) -> Problem:
 
 
 def from_fault(error: Exception) -> Problem:
-    """Return the problem for an exception that nobody foresaw."""
+    """Return the problem for an unexpected exception."""
     from traceback import extract_tb
 
     import dspark_pd

@@ -51,6 +51,8 @@ def as_text(result: Result, quiet: bool, verbose: bool) -> None:
         sys.stdout.flush()
         for note in result.notes:
             print(f"note: {note}", file=sys.stderr)
+    elif result.is_document:
+        print("\n".join(result.lines))
     shown = result.problems if verbose else result.problems[:MAX_SHOWN_PROBLEMS]
     for problem in shown:
         print(problem.as_text(), file=sys.stderr)

@@ -33,3 +33,5 @@ class Result:
     details: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    is_document: bool = False
+    """Whether ``lines`` are for another program, and printed with ``-q`` as well."""

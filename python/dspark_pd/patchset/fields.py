@@ -1,6 +1,6 @@
 """What each field of a hunk document may hold.
 
-``misfits`` walks two tables, one for the top level and one for ``metadata``. A table
+``wrong_fields`` walks two tables, one for the top level and one for ``metadata``. A table
 maps a field to (required, what is wanted, test); a field that is in no table is
 refused, because a mistyped name would otherwise be a field left out.
 """
@@ -20,7 +20,7 @@ MAX_MESSAGE_COLUMNS: Final = 80
 MAX_NOTE_LINES: Final = 6
 MAX_INSERTED_LINES: Final = 10
 
-Misfit = tuple[str, str, object]
+WrongField = tuple[str, str, object]
 _Test = Callable[[Any], bool]
 _Table = dict[str, tuple[bool, str, _Test]]
 
@@ -32,7 +32,7 @@ _TEST_ID = re.compile(r"test/[\w/]+\.py(::\w+){1,2}")
 _SYMBOL = re.compile(r"[\w/]+\.py::\w+(\.\w+)*")
 
 
-def misfits(data: object, components: Iterable[str]) -> Iterator[Misfit]:
+def wrong_fields(data: object, components: Iterable[str]) -> Iterator[WrongField]:
     """Yield (field, what is wanted, what is there) for each wrong field."""
     if not isinstance(data, dict):
         yield "document", "a mapping", type(data).__name__
@@ -47,7 +47,7 @@ def misfits(data: object, components: Iterable[str]) -> Iterator[Misfit]:
             yield "metadata.component", wanted, repr(component)
 
 
-def _walk(data: dict[str, Any], table: _Table, prefix: str) -> Iterator[Misfit]:
+def _walk(data: dict[str, Any], table: _Table, prefix: str) -> Iterator[WrongField]:
     for key in data.keys() - table.keys():
         yield prefix + str(key), f"one of {', '.join(table)}", "a field nobody reads"
     for key, (required, wanted, fits) in table.items():

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
 from dspark_pd.patchset.components import current_name
-from dspark_pd.patchset.fields import misfits
+from dspark_pd.patchset.fields import wrong_fields
 from dspark_pd.patchset.ranges import ReleaseRange
 from dspark_pd.patchset.yaml_documents import Document, load_documents
 
@@ -131,5 +131,5 @@ def _problems_of(
                 "value": value,
             },
         )
-        for field, wanted, value in misfits(data, components)
+        for field, wanted, value in wrong_fields(data, components)
     ]

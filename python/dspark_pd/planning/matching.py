@@ -14,7 +14,7 @@ from dspark_pd.planning.selection import Choice
 _FEW: Final = 3
 
 
-class Misfit(Exception):
+class DoesNotFit(Exception):
     """An identity cannot be applied; ``problem`` says why."""
 
     def __init__(self, problem: Problem) -> None:
@@ -23,10 +23,10 @@ class Misfit(Exception):
 
 
 def edits_of_choice(choice: Choice, plain: bytes, matches: list[Match]) -> list[Edit]:
-    """Return the edits of the first variant whose count is right, or raise Misfit."""
+    """Return the edits of the first variant whose count is right, or raise DoesNotFit."""
     hunk = choice.hunk
     if names_our_module(hunk, plain):
-        raise Misfit(_no_record(hunk))
+        raise DoesNotFit(_no_record(hunk))
     for variant in choice.variants:
         found = [match for match in matches if match.rule_id == variant.id]
         if len(found) == variant.expect:
@@ -34,7 +34,7 @@ def edits_of_choice(choice: Choice, plain: bytes, matches: list[Match]) -> list[
                 e for match in found for e in _edits_of_match(variant, match, plain)
             ]
     found = [match for match in matches if match.rule_id == hunk.id]
-    raise Misfit(_wrong_count(hunk, found))
+    raise DoesNotFit(_wrong_count(hunk, found))
 
 
 def _edits_of_match(hunk: Hunk, match: Match, plain: bytes) -> list[Edit]:
@@ -43,9 +43,9 @@ def _edits_of_match(hunk: Hunk, match: Match, plain: bytes) -> list[Edit]:
     except NotAnInsertion as error:
         change = f"line {match.line}: {error}"
         fields = {"id": hunk.identity, "file": hunk.target, "change": change}
-        raise Misfit(Problem("H302", fields)) from None
+        raise DoesNotFit(Problem("H302", fields)) from None
     if hunk.replaces is None and any(_already_there(edit, plain) for edit in edits):
-        raise Misfit(_no_record(hunk))
+        raise DoesNotFit(_no_record(hunk))
     return edits
 
 

@@ -21,7 +21,7 @@ from dspark_pd.planning import astgrep
 from dspark_pd.planning.astgrep import Match
 from dspark_pd.planning.conditions import Originals, drop_rule, encoding_problem
 from dspark_pd.planning.insertion import Edit, normalise, splice
-from dspark_pd.planning.matching import Misfit, edits_of_choice, unrecorded
+from dspark_pd.planning.matching import DoesNotFit, edits_of_choice, unrecorded
 from dspark_pd.planning.selection import (
     Choice,
     candidates,
@@ -54,7 +54,7 @@ class Plan:
 
     files: dict[str, PlannedFile] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
-    misfits: dict[str, Problem] = field(default_factory=dict)
+    unfit: dict[str, Problem] = field(default_factory=dict)
     """Why an identity that is wanted cannot be applied."""
     problems: list[Problem] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ def make_plan(
     plan = Plan(choices=choose(patch_set, release, serving, originals, found))
     for choice in plan.choices:
         if choice.verdict == "unserved":
-            plan.misfits[choice.identity] = _unserved(choice, release)
+            plan.unfit[choice.identity] = _unserved(choice, release)
     wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
     _plan_hunks(plan, wanted, release, originals, found)
     for module in modules_for(patch_set, release, components):
@@ -100,21 +100,21 @@ def make_plan(
         problem = None if current(file.path) == file.desired else _compiles_not(file)
         plan.problems += [problem] if problem else []
     plan.problems = sorted(
-        [*_together(plan.misfits, plan.choices), *plan.problems],
+        [*_together(plan.unfit, plan.choices), *plan.problems],
         # Foreign lines in the target explain what does not match, so they come first.
         key=lambda problem: not problem.code.startswith("E"),
     )
     return plan
 
 
-def _together(misfits: dict[str, Problem], choices: list[Choice]) -> list[Problem]:
+def _together(unfit: dict[str, Problem], choices: list[Choice]) -> list[Problem]:
     """Join all E402: they have one cause and one remedy."""
     lost: dict[str, list[str]] = {}
     for choice in choices:
-        problem = misfits.get(choice.identity)
+        problem = unfit.get(choice.identity)
         if problem is not None and problem.code == "E402":
             lost.setdefault(choice.hunk.target, []).append(choice.identity)
-    others = [problem for problem in misfits.values() if problem.code != "E402"]
+    others = [problem for problem in unfit.values() if problem.code != "E402"]
     return [unrecorded(lost), *others] if lost else others
 
 
@@ -160,7 +160,7 @@ def _plan_hunks(
             plan.problems.append(problem)
         elif source is None:
             for choice in choices:
-                plan.misfits[choice.identity] = _missing(choice, release)
+                plan.unfit[choice.identity] = _missing(choice, release)
         else:
             _plan_file(plan, path, source, choices, found[path])
 
@@ -179,8 +179,8 @@ def _plan_file(
         try:
             edits += edits_of_choice(choice, plain, matches)
             done.append(choice.identity)
-        except Misfit as misfit:
-            plan.misfits[choice.identity] = misfit.problem
+        except DoesNotFit as error:
+            plan.unfit[choice.identity] = error.problem
     try:
         desired = splice(source, edits, carriage_returns)
     except ValueError as error:

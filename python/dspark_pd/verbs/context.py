@@ -79,17 +79,17 @@ def unknown_release(
     fields = {
         "version": release,
         "releases": ", ".join(map(str, patch_set.releases)),
-        "fit": _fit(len(tried), list(plan.misfits)),
+        "fit": _fit(len(tried), list(plan.unfit)),
         "hint": f"{hint} {newest}",
     }
     return Problem("T103", fields)
 
 
-def _fit(total: int, misfits: list[str]) -> str:
-    if not misfits:
+def _fit(total: int, unfit: list[str]) -> str:
+    if not unfit:
         return "the one hunk fits" if total == 1 else f"all {total} hunks fit"
-    fitting = total - len(misfits)
-    return f"{fitting} of {total} hunks fit; not: {', '.join(misfits)}"
+    fitting = total - len(unfit)
+    return f"{fitting} of {total} hunks fit; not: {', '.join(unfit)}"
 
 
 def open_context(options: Namespace) -> Context:

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Result:
         described["unknown"] = unknown
         notes.append(f"flags that are not read: {', '.join(unknown)}")
     lines = json.dumps(described, indent=1, sort_keys=True).splitlines()
-    return Result(lines=lines, data=described, notes=notes)
+    return Result(lines=lines, data=described, notes=notes, is_document=True)
 
 
 def _read(

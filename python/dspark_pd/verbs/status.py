@@ -67,8 +67,8 @@ def _row(choice: Choice, plan: Plan, survey: Survey, edited: list[Problem]) -> R
     hunk = choice.hunk
     state: str = choice.verdict
     detail = choice.detail
-    if choice.identity in plan.misfits:
-        state, detail = "conflict", plan.misfits[choice.identity].part("title")
+    if choice.identity in plan.unfit:
+        state, detail = "conflict", plan.unfit[choice.identity].part("title")
     elif hunk.target in {problem.fields["file"] for problem in edited}:
         state, detail = "conflict", "the file was edited"
     elif state == "wanted":
