@@ -68,13 +68,12 @@ def doctor_rows(table: Table, prose: Prose) -> str:
             refusal.role,
             *(prose(_named(text)) for text in (refusal.says, refusal.fix)),
         )
-        for refusal in getattr(load_refusals(), "REFUSALS", ())
+        for refusal in load_refusals().REFUSALS
     ]
-    if refused:
-        parts.append(
-            "What engines of a tail refuse to start with, asked of described ones:"
-        )
-        parts.append(table(("code", "engine", "says", "fix"), refused))
+    parts.append(
+        "What engines of a tail refuse to start with, asked of described ones:"
+    )
+    parts.append(table(("code", "engine", "says", "fix"), refused))
     return "\n\n".join(parts)
 
 

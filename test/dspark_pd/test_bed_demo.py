@@ -116,3 +116,13 @@ def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert told in text.rpartition(f"{option} ")[2][:80], option
     assert "Life cycle" not in text
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_a_count_of_requests_that_is_none_is_refused(
+    count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([f"--requests={count}"])
+    assert ended.value.code == 2
+    assert f"expected 1 or more, found '{count}'" in capsys.readouterr().err

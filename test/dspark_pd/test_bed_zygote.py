@@ -111,6 +111,20 @@ def test_a_fork_outlives_its_zygote_and_its_end_is_noticed(
     assert ended(server) == -signal.SIGKILL
 
 
+def test_an_interrupted_question_spoils_no_other(
+    mother: Zygote, environ: dict[str, str], log: Path
+) -> None:
+    server = mother.fork([*SERVER_ARGV, "wait"], environ, log)
+    assert server is not None
+    mother._orders.write(b'{"id": -1, "pid": %d}\n' % server.pid)
+    mother._orders.flush()
+    other = mother.fork([*SERVER_ARGV, "end", "3"], environ, log)
+    assert other is not None and other.pid != server.pid
+    assert ended(other) == 3
+    server.terminate()
+    assert ended(server) == -signal.SIGTERM
+
+
 def test_a_zygote_that_cannot_import_is_not_used(environ: dict[str, str]) -> None:
     assert not Zygote(sys.executable, ["no_such_module"], environ).works
 

@@ -90,7 +90,8 @@ def test_each_component_goes_on_alone(site: Path) -> None:
             continue
         assert main(["apply", *named, "-q"]) == 0, component
         assert main(["status", *named, "-q"]) == 0, component
-        assert main(["revert", *named, "-q"]) == 0, component
+        # With what it needs, which its own revert would leave.
+        assert main(["revert", "--target", str(site), "-q"]) == 0, component
         assert tree_hash(site) == before, component
 
 

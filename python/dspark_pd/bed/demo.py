@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", metavar="A,B", help=f"only these of: {names}")
     text = f"requests that each mode gets (default: {_REQUESTS})"
     parser.add_argument(
-        "--requests", metavar="N", type=int, default=_REQUESTS, help=text
+        "--requests", metavar="N", type=_count, default=_REQUESTS, help=text
     )
     _add_models(parser)
     parser.add_argument(
@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-logs", action="store_true", help="also when everything went well"
     )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
+    return int(text)
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,6 @@ _PRELOAD = (
     "sglang.srt.models.registry",
     *_SERVERS,
 )
-
-
 _START_TIMEOUT_S = 120.0
 
 
@@ -50,7 +48,7 @@ class Forked:
             answer = self._zygote.ask({"pid": self.pid})
             if answer is not None:
                 self._status = answer["status"]
-            elif not Path(f"/proc/{self.pid}").exists():
+            elif not _lives(self.pid):
                 # Nobody is left who knows how it ended.
                 self._status = -signal.SIGKILL
         return self._status
@@ -73,6 +71,7 @@ class Zygote:
     ) -> None:
         script = str(Path(__file__).with_name("zygote_main.py"))
         self._lock = threading.Lock()
+        self._asked = 0
         self._process = subprocess.Popen(
             [python, script, *modules],
             env=environ,
@@ -94,10 +93,15 @@ class Zygote:
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer to an order; None once the zygote has failed."""
         with self._lock:
+            self._asked += 1
+            line = json.dumps({**order, "id": self._asked})
+            answer: dict[str, Any] = {}
             try:
-                self._orders.write(json.dumps(order).encode() + b"\n")
+                self._orders.write(line.encode() + b"\n")
                 self._orders.flush()
-                answer: dict[str, Any] = json.loads(self._answers.readline())
+                # An earlier question may have been interrupted before its answer.
+                while answer.get("id") != self._asked:
+                    answer = json.loads(self._answers.readline())
             except (OSError, ValueError):
                 self.works = False
                 return None
@@ -119,6 +123,14 @@ class Zygote:
                 out.write(f"# not forked: {', '.join(answer['read'])} was read\n")
             return None
         return Forked(self, answer["pid"])
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 # By process, since a fork must not share its parent's, and by interpreter.

@@ -1,7 +1,7 @@
 """Imports SGLang once and forks a server from it for each order.
 
 Started by :mod:`dspark_pd.bed.zygote` with the engines' interpreter. Orders come as
-JSON lines on standard input and are answered in turn:
+JSON lines on standard input and are answered in turn; `id` comes back as it was:
 
     {"module": M, "argv": [..], "environ": {..}, "log": FILE}  ->  {"pid": N}
     {"pid": N}                            ->  {"status": null, or as Popen.poll has it}
@@ -9,8 +9,9 @@ JSON lines on standard input and are answered in turn:
 A fork behaves as ``python -m M ARGV...`` would: a session of its own, its output
 appended to FILE, its own environment. SGLang reads part of the environment while it is
 imported, and that part is noted: an order that differs there is answered with
-``{"pid": null, "read": [NAME, ..]}``, and has to start the usual way. End of input ends this process; the
-servers go on. This file runs as a script: standard library alone, until the preload.
+``{"pid": null, "read": [NAME, ..]}``, and has to start the usual way. End of input ends
+this process; the servers go on. This file runs as a script: standard library alone,
+until the preload.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def serve(at_start: dict[str, str], orders: TextIO, answers: TextIO) -> str | No
     """Answer orders until they end; in a fork, the name of the module to run."""
     for line in orders:
         order: dict[str, Any] = json.loads(line)
-        answer: dict[str, Any] = {}
+        answer: dict[str, Any] = {"id": order["id"]}
         if "module" in order:
             names = changed(order["environ"], at_start)
             answer["read"] = too_late(names)

@@ -17,15 +17,14 @@ _TABLE: Final = "srt/speculative/dspark_components/handoff_refusals.py"
 
 def load_refusals() -> Any:
     """Return the module with REFUSALS, ``refusals`` and ``facts_from``."""
-    path = default_overlay() / _TABLE
-    return load_file(path) if path.is_file() else None
+    return load_file(default_overlay() / _TABLE)
 
 
 def tail_findings(engine: Engine) -> list[Finding]:
     """Findings on one engine whose arguments and environment are known."""
-    table = load_refusals()
-    if engine.environ is None or table is None:
+    if engine.environ is None:
         return []
+    table = load_refusals()
     facts = table.facts_from(
         engine.args,
         engine.environ,

@@ -101,7 +101,6 @@ _DROP_TESTS: Final[dict[str, _Test]] = {
     "symbol": _matches(_SYMBOL),
     "match": _text,
     "review": _matches(_REVIEW),
-    "never": _text,  # goes as soon as no hunk has it
 }
 
 

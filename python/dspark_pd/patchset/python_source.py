@@ -42,37 +42,12 @@ def module_name(path: str) -> str:
 
 
 def imported(source: bytes, by_name: dict[str, Module]) -> list[Module]:
-    """Return the overlay modules that ``source`` cannot do without.
-
-    An import that may fail, inside ``try`` with ``except ImportError``, is an offer to
-    another component and brings nothing along.
-    """
-    tree = ast.parse(source)
-    optional = {
-        id(node)
-        for attempt in ast.walk(tree)
-        if isinstance(attempt, ast.Try) and _survives_import_error(attempt)
-        for statement in attempt.body
-        for node in ast.walk(statement)
-    }
+    """Return the overlay modules that ``source`` imports by their full names."""
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in optional:
-            continue
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
             names.add(node.module)
     return [module for name, module in by_name.items() if name in names]
-
-
-def _survives_import_error(attempt: ast.Try) -> bool:
-    caught: list[ast.expr] = []
-    for handler in attempt.handlers:
-        kinds = handler.type
-        caught += (
-            kinds.elts if isinstance(kinds, ast.Tuple) else [kinds] if kinds else []
-        )
-    names = {kind.id for kind in caught if isinstance(kind, ast.Name)}
-    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception"})

@@ -67,7 +67,7 @@ def _rules() -> Iterator[Entry]:
 
 def _tail() -> Iterator[Entry]:
     """The doctor shows a refusal of the start-up under a prefix; both names are known."""
-    for refusal in getattr(tail.load_refusals(), "REFUSALS", ()):
+    for refusal in tail.load_refusals().REFUSALS:
         head = f"refused at start-up by {refusal.role}"
         lines = _lines(refusal.code, head, {"says": refusal.says, "fix": refusal.fix})
         yield refusal.code, lines

@@ -26,7 +26,8 @@ MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT)
 VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL)  # fmt: skip
-# Server arguments that a rule reads, and those that say the backend of prefill graphs.
+# Server arguments: those that say the backend of prefill graphs, and all that a rule
+# reads by name.
 GRAPH_ARGUMENTS = ("cuda_graph_config", "cuda_graph_backend_prefill")
 ARGUMENTS = (
     "speculative_algorithm", "speculative_draft_model_path", "pp_size", "attn_cp_size",
@@ -132,7 +133,7 @@ def model_facts(
     facts: dict[str, Any] = {}
     if target_config:
         target = _text_config(target_config)
-        facts["model_type"] = target.get("model_type")
+        facts["model_type"] = target_config.get("model_type")
         facts["architecture"] = (target_config.get("architectures") or [None])[0]
         facts["bundled_block_size"] = target.get("dspark_block_size")
         if target.get("num_hidden_layers"):

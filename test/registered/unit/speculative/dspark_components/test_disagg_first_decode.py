@@ -160,6 +160,7 @@ class TestFirstDecodeStep(CustomTestCase):
         prepared = []
         no_mamba = mock.MagicMock()
         no_mamba.return_value.mamba.enable_mamba_extra_buffer_lazy = False
+        no_lazy = mock.Mock(return_value=False)
         with contextlib.ExitStack() as patches:
             patches.enter_context(
                 mock.patch.object(
@@ -172,6 +173,10 @@ class TestFirstDecodeStep(CustomTestCase):
             for name, answer in (
                 ("get_exec", no_mamba),
                 ("mamba_extra_buffer_lazy_enabled", lambda: False),
+                (
+                    "get_server_args",
+                    lambda: SimpleNamespace(enable_mamba_extra_buffer_lazy=no_lazy),
+                ),
             ):
                 if hasattr(spec_utils, name):
                     patches.enter_context(mock.patch.object(spec_utils, name, answer))
