@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 pytest.importorskip("sglang.srt")
 
-from sampling_statistics import LEAST_P, VOCABULARY, p_value, tables
+from sampling_statistics import LEAST_P, VOCABULARY, p_value, tables  # noqa: E402
 
-from sglang_cpu_reference import coins, sampling
+from sglang_cpu_reference import coins, sampling  # noqa: E402
 
 DRAWS = 20_000
 SEEDS = torch.arange(DRAWS)
@@ -21,9 +21,7 @@ POSITIONS = torch.arange(DRAWS) % 7
 
 def test_draws_follow_the_weights():
     probs = tables(0)[0][0]
-    tokens = sampling.draw_by_seed(
-        probs.log().expand(DRAWS, -1), SEEDS, POSITIONS
-    )
+    tokens = sampling.draw_by_seed(probs.log().expand(DRAWS, -1), SEEDS, POSITIONS)
     assert p_value(tokens, probs.double()) > LEAST_P
 
 
@@ -31,7 +29,10 @@ def test_neighbouring_positions_and_seeds_are_independent():
     probs = tables(0)[0][0]
     rows = probs.log().expand(DRAWS, -1)
     zeros = torch.zeros(DRAWS, dtype=torch.long)
-    for pair in (((SEEDS, zeros), (SEEDS, zeros + 1)), ((zeros, SEEDS), (zeros + 1, SEEDS))):
+    for pair in (
+        ((SEEDS, zeros), (SEEDS, zeros + 1)),
+        ((zeros, SEEDS), (zeros + 1, SEEDS)),
+    ):
         tokens = torch.cat([sampling.draw_by_seed(rows, *at) for at in pair], dim=1)
         both = (probs.double()[:, None] * probs.double()).flatten()
         assert p_value(tokens, both) > LEAST_P

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 pytest.importorskip("sglang.srt")
 
-from sampling_statistics import (
+from sampling_statistics import (  # noqa: E402
     CAUGHT_P,
     LEAST_P,
     VOCABULARY,
@@ -25,7 +25,7 @@ from sampling_statistics import (
     tables,
 )
 
-from sglang_cpu_reference import coins, verify_sampling
+from sglang_cpu_reference import coins, verify_sampling  # noqa: E402
 
 GAMMA, DRAWS = 3, 20_000
 
@@ -126,7 +126,9 @@ def test_a_wrong_rule_of_acceptance_is_caught(rule, monkeypatch):
 
 
 def test_a_bonus_from_the_target_after_a_refusal_is_caught(monkeypatch):
-    whole = lambda target, draft, kept, scale: target[torch.arange(len(kept)), kept]
+    def whole(target, draft, kept, scale):
+        return target[torch.arange(len(kept)), kept]
+
     monkeypatch.setattr(verify_sampling, "leftover", whole)
     tokens, _, target = run_chain(0)
     assert p_value(tokens[:, :3], joint(target, 3)) < CAUGHT_P
@@ -225,7 +227,9 @@ def test_a_request_gets_the_same_tokens_in_any_batch(dspark_accept):
                 draft[order],
                 sampling_info(len(order)),
             )
-        return {row: (int(k), int(b)) for row, k, b in zip(order, kept, bonus, strict=True)}
+        return {
+            row: (int(k), int(b)) for row, k, b in zip(order, kept, bonus, strict=True)
+        }
 
     together = outcome(list(range(rows)))
     assert outcome(list(range(rows))[::-1]) == together

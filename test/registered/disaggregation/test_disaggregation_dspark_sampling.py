@@ -107,7 +107,7 @@ def exact_probabilities(engine: Engine) -> dict[tuple[int, ...], float]:
             weights = {token: exp(log / TEMPERATURE) for log, token, _ in best}
             for token, weight in weights.items():
                 share = weight / sum(weights.values())
-                following[*tokens, token] = known[tokens] * share
+                following[(*tokens, token)] = known[tokens] * share
         known = following
     return known
 
