@@ -44,6 +44,16 @@ def test_a_token_of_no_weight_is_never_drawn():
     assert tokens.tolist() == [1, 3, 3]
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 0.0])
+def test_weights_that_are_none_give_some_token(weight):
+    """A request whose own fields forbid every token must not end its engine."""
+    weights = torch.full((2, VOCABULARY), weight)
+    tokens = sampling.draw(weights, torch.tensor([0.0, 0.9]))
+    assert all(0 <= token < VOCABULARY for token in tokens.tolist())
+    forbidden = sampling.draw_by_seed(weights.log(), SEEDS[:2], POSITIONS[:2])
+    assert all(0 <= token < VOCABULARY for token in forbidden.flatten().tolist())
+
+
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
 def test_every_seed_that_sglang_takes_is_one(seed):
     first, again = (coins.stream(seed, 5, coins.Purpose.VERIFY).random(4) for _ in "ab")
