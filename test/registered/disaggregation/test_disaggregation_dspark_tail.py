@@ -253,6 +253,19 @@ class TestTailFleet:
         assert min(lengths["sliding-long"]) > 3 * CHUNK
 
     @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
+    def test_tail_draws_what_native_draws(
+        self, fleet: Fleet, references: References, prefill: str
+    ) -> None:
+        """Sampled with a seed: the same tokens and verify passes."""
+        how = {"temperature": 2.0, "sampling_seed": 5}
+        tail = send(fleet.client(prefill), "sliding", **how)
+        native = send(fleet.client("native"), "sliding", **how)
+        greedy = references.get("sliding", MODELS.draft_swa)
+        assert [r.output_ids for r in tail] != [r.output_ids for r in greedy]
+        assert [r.output_ids for r in tail] == [r.output_ids for r in native]
+        assert verify_vector(tail) == verify_vector(native)
+
+    @pytest.mark.parametrize("prefill", ["pp1", "pp2"])
     def test_tail_draft_kv_equals_native(self, fleet: Fleet, prefill: str) -> None:
         """What injection wrote is what a prefill with a draft would have sent."""
         for name in SETS:

@@ -130,8 +130,10 @@ def verify_parameters(adaptation: Adaptation, target: Any) -> None:
     if adaptation.params is None:
         return
     found = tuple(inspect.signature(target).parameters)
-    required = tuple(p for p in adaptation.params if p not in adaptation.optional)
-    if found not in (adaptation.params, required):
+    expected = tuple(
+        p for p in adaptation.params if p in found or p not in adaptation.optional
+    )
+    if found != expected:
         raise AdaptationError(
             _message(adaptation, f"parameters {adaptation.params}", str(found))
         )
