@@ -59,6 +59,9 @@ logger = logging.getLogger(__name__)
 # How long the scheduler waits for a prefill that it asks for the first time.
 _PATIENCE_S = 0.5
 _REFUSAL_AGE_S = 1.0
+# A prefill without this agreement drops an abort that comes before its request, which
+# the router sends to both engines at the same time.
+_ABORT_AFTER_S = 0.5
 _MAX_REASON_BYTES = 2048
 # Backends whose prefill reads a refusal, if it has this agreement; others get an abort.
 _READ_REFUSALS = ("nixl", "mooncake")
@@ -299,11 +302,14 @@ def refuse_request(receiver: CommonKVReceiver, prefill_dp_rank: int) -> bool:
     manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
     receiver.conclude_state = KVPoll.Failed
     receiver.abort_notified = True  # by the message below, in place of upstream's
-    peers_of(manager).telling.submit(_tell, receiver, refusal, prefill_dp_rank)
+    now = time.monotonic()
+    peers_of(manager).telling.submit(_tell, receiver, refusal, prefill_dp_rank, now)
     return True
 
 
-def _tell(receiver: CommonKVReceiver, refusal: Refusal, dp_rank: int) -> None:
+def _tell(
+    receiver: CommonKVReceiver, refusal: Refusal, dp_rank: int, refused_at: float
+) -> None:
     """Send the reason to every rank of prefill that may hold the request, once.
 
     A prefill without this agreement gets an abort. One that is not reached holds the
@@ -318,6 +324,8 @@ def _tell(receiver: CommonKVReceiver, refusal: Refusal, dp_rank: int) -> None:
     theirs = refusal.description
     if theirs.get("version") and theirs.get("backend") in _READ_REFUSALS:
         message = [ROOM_REFUSED, room, refusal.reason.encode()[:_MAX_REASON_BYTES]]
+    else:
+        time.sleep(max(0.0, refused_at + _ABORT_AFTER_S - time.monotonic()))
     try:
         for contact in _contacts(receiver, refusal, dp_rank):
             sock, lock = receiver._connect_to_bootstrap_server(contact)

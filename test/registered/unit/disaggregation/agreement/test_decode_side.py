@@ -150,10 +150,14 @@ class TestRefusal(WithServer):
         for rank in ranks:
             self.assertEqual(self.told(rank)[:2], [ROOM_REFUSED, b"7"])
 
-    def test_a_prefill_without_description_gets_an_abort(self):
+    def test_a_prefill_without_description_gets_an_abort_when_it_has_the_request(self):
+        """Upstream drops one that comes earlier, and holds the request for 300 s."""
         prefill, decode = self.prefill(None), self.decode()
-        self.request(decode)
-        self.assertEqual(self.told(prefill), [b"ABORT", b"7"])
+        for room in (7, 8):
+            self.request(decode, room)
+        self.assertFalse(prefill.control.poll(100))
+        told = [self.told(prefill) for _ in range(2)]
+        self.assertEqual(sorted(told), [[b"ABORT", b"7"], [b"ABORT", b"8"]])
 
     def test_prefill_is_told_of_each_request_once(self):
         prefill, decode = self.prefill(OTHER_WEIGHTS), self.decode()
