@@ -152,7 +152,7 @@ One.
 | a |
 |---|
 | `dspark-pd status` {/* repository only */} |
-| [b](/docs/advanced_features/dspark_pd_pp#rows) and [c](/docs/advanced_features/dspark_pd#d) |
+| [b](dspark_pd_pp.mdx#rows) and [c](../advanced_features/dspark_pd.mdx#d) |
 """
 
 

@@ -20,7 +20,7 @@ USER_PAGE: Final = "docs_new/docs/advanced_features/dspark_pd.mdx"
 # A marker alone on its line opens a part, one behind other text is about that line.
 _OPEN: Final = "{/* repository only */}"
 _CLOSE: Final = "{/* end of repository only */}"
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((/docs/[^)#\s]*)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?:)[^)#\s]*\.mdx)(#[^)\s]*)?\)")
 
 
 @dataclass
@@ -119,6 +119,7 @@ def docs_of(patch_set: PatchSet, navigation: bytes | None) -> dict[str, bytes]:
 def for_sglang(text: str, pages: set[str]) -> str:
     """Return a page as it reads inside SGLang, where of ours only ``pages`` exist.
 
+    Links are by file here, so that they work in a clone, and by address on SGLang's site.
     Links to others of our pages become their text. Raises ValueError for a part that is
     closed without being open, or never closed.
     """
@@ -133,6 +134,15 @@ def for_sglang(text: str, pages: set[str]) -> str:
             kept.append(line)
     if inside:
         raise ValueError(f"{_OPEN} is never closed")
-    names = {"/" + p.removeprefix("docs_new/").removesuffix(".mdx") for p in pages}
+    addresses = {
+        page.rpartition("/")[2]: page.removeprefix("docs_new").removesuffix(".mdx")
+        for page in pages
+    }
+
+    def on_the_site(link: re.Match[str]) -> str:
+        text, file, heading = link.groups(default="")
+        address = addresses.get(file.rpartition("/")[2])
+        return f"[{text}]({address}{heading})" if address else text
+
     found = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).rstrip() + "\n"
-    return _LINK.sub(lambda link: link[0] if link[2] in names else link[1], found)
+    return _LINK.sub(on_the_site, found)
