@@ -266,11 +266,13 @@ def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
     contact = peer.contact
     if contact is None or not contact.fetch.done():
         return
-    former, peer.refusal, peer.contact = peer.refusal, None, None
+    former, peer.contact, error = peer.refusal, None, contact.fetch.exception()
+    if contact.info is None and error is None and contact.fetch.result():
+        return  # it began so late that it met the refused topology in the table
+    peer.refusal = None
     if contact.info is None:
         return  # no answer; upstream has logged why, and asks again
-    peer.is_slow, peer.description = False, contact.description
-    error, reason = contact.fetch.exception(), contact.reason
+    peer.is_slow, peer.description, reason = False, contact.description, contact.reason
     if error is not None:
         reason = f"[PD-UPSTREAM] {error}"
         if former is None or former.reason != reason:

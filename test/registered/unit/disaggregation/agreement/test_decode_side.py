@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -301,6 +302,23 @@ class TestOddPrefills(CustomTestCase):
             self.assertTrue(self.asked(address)[0])
             receiver = mock.MagicMock(kv_mgr=self.decode, bootstrap_addr=address)
             self.assertTrue(decode_side.refuse_request(receiver, 0))
+
+    def test_a_refusal_stands_when_the_next_fetch_begins_late(self):
+        """Other prefills keep all fetching threads until the request is refused again."""
+        address = self.serve(self.topology(), json.dumps(OTHER_WEIGHTS))
+        receiver = mock.MagicMock(kv_mgr=self.decode, bootstrap_addr=address)
+        self.assertTrue(self.asked(address)[0])
+        self.assertTrue(decode_side.refuse_request(receiver, 0))
+        time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
+        peers, others_answer = decode_side.peers_of(self.decode), threading.Event()
+        peers.fetching = ThreadPoolExecutor(1)
+        peers.fetching.submit(others_answer.wait, 10)
+        self.assertTrue(self.asked(address)[0])
+        others_answer.set()
+        peers.fetching.submit(int).result(10)
+        for _ in range(2):
+            self.assertTrue(decode_side.refuse_request(receiver, 0))
+            self.assertTrue(self.asked(address)[0])
 
 
 class TestRestart(WithServer):
