@@ -376,5 +376,6 @@ def compare_instance(
     if known is None or response.headers.get(INSTANCE_HEADER, known) == known:
         return
     logger.error(f"Prefill {bootstrap_addr} was restarted; its requests fail")
-    peers_of(manager).pop(bootstrap_addr, None)
+    # The peer stays: the scheduler may be asking it again, and judges the answer by it.
+    peer.logged = []
     manager._handle_node_failure(bootstrap_addr)
