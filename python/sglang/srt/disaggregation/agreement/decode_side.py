@@ -9,8 +9,8 @@ Life cycle of a prefill, as decode sees it:
    (`compare_instance`). That is a lost prefill, handled by upstream's own code.
 3. Refused: each of its requests fails with the reason before anything is registered
    (`refuse_request`), and prefill is told once, so that it does not hold the request
-   until its bootstrap timeout. A refusal older than a second is not used any more: the
-   next request makes contact anew.
+   until its bootstrap timeout. Where a refusal is older than a second, the next request
+   makes contact anew; the refusal stands until that is answered.
 
 The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
 not raise there. All state is in `PrefillPeers`, one object of the KV manager.
