@@ -125,6 +125,21 @@ def test_an_interrupted_question_spoils_no_other(
     assert ended(server) == -signal.SIGTERM
 
 
+def test_an_end_is_known_after_an_interrupted_question(
+    mother: Zygote, environ: dict[str, str], log: Path
+) -> None:
+    server = mother.fork([*SERVER_ARGV, "end", "3"], environ, log)
+    assert server is not None
+    deadline = time.monotonic() + 10.0
+    status = None  # of answers that the one who asks does not get
+    while status is None and time.monotonic() < deadline:
+        answer = mother.ask({"pid": server.pid})
+        assert answer is not None
+        status = answer["status"]
+    assert server.poll() == 3
+    assert mother.works
+
+
 def test_a_zygote_that_cannot_import_is_not_used(environ: dict[str, str]) -> None:
     assert not Zygote(sys.executable, ["no_such_module"], environ).works
 

@@ -29,6 +29,8 @@ _READ_AT_LOAD = ("PYTHON", "LD_", "OMP_", "MKL_", "MALLOC_")
 
 _environment_class: Any = type(os.environ)
 _seen: set[str] = set()
+# The system tells a status once, and the answer that held it may have been interrupted.
+_statuses: dict[int, int] = {}
 
 
 class _Noting(_environment_class):  # type: ignore[misc]
@@ -82,8 +84,12 @@ def become_server(order: dict[str, Any], names: set[str]) -> None:
 
 def status_of(pid: int) -> int | None:
     """Exit status of a server, negative for a signal; None while it runs."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+    if pid not in _statuses:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            return None
+        _statuses[pid] = os.waitstatus_to_exitcode(status)
+    return _statuses[pid]
 
 
 def serve(at_start: dict[str, str], orders: TextIO, answers: TextIO) -> str | None:

@@ -9,8 +9,8 @@ Life cycle of a prefill, as decode sees it:
    (`compare_instance`). That is a lost prefill, handled by upstream's own code.
 3. Refused: each of its requests fails with the reason before anything is registered
    (`refuse_request`), and prefill is told once, so that it does not hold the request
-   until its bootstrap timeout. A refusal older than a second is not used any more: the
-   next request makes contact anew.
+   until its bootstrap timeout. Where a refusal is older than a second, the next request
+   makes contact anew; the refusal stands until that is answered.
 
 The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
 not raise there. All state is in `PrefillPeers`, one object of the KV manager.
@@ -267,11 +267,13 @@ def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
     contact = peer.contact
     if contact is None or not contact.fetch.done():
         return
-    former, peer.refusal, peer.contact = peer.refusal, None, None
+    former, peer.contact, error = peer.refusal, None, contact.fetch.exception()
+    if contact.info is None and error is None and contact.fetch.result():
+        return  # it began so late that it met the refused topology in the table
+    peer.refusal = None
     if contact.info is None:
         return  # no answer; upstream has logged why, and asks again
-    peer.is_slow, peer.description = False, contact.description
-    error, reason = contact.fetch.exception(), contact.reason
+    peer.is_slow, peer.description, reason = False, contact.description, contact.reason
     if error is not None:
         reason = f"[PD-UPSTREAM] {error}"
         if former is None or former.reason != reason:
@@ -375,5 +377,6 @@ def compare_instance(
     if known is None or response.headers.get(INSTANCE_HEADER, known) == known:
         return
     logger.error(f"Prefill {bootstrap_addr} was restarted; its requests fail")
-    peers_of(manager).pop(bootstrap_addr, None)
+    # The peer stays: the scheduler may be asking it again, and judges the answer by it.
+    peer.logged = []
     manager._handle_node_failure(bootstrap_addr)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
+from sglang.srt.runtime_context import get_disagg
+
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
@@ -175,6 +177,16 @@ def end_engine(reason: str, *, in_front_end: bool = False) -> None:
     else:
         os.kill(os.getppid(), signal.SIGQUIT)
         os._exit(1)
+
+
+def end_without_bootstrap_server(error: Exception) -> None:
+    """End a prefill whose bootstrap server is dead, from the front end that runs it.
+
+    A decode has such a server for a later switch of its role only
+    (``--enable-pd-role-switch``), and serves without it.
+    """
+    if get_disagg().disaggregation_mode != "decode":
+        end_engine(f"The bootstrap server is dead: {error}", in_front_end=True)
 
 
 def should_log(subject: str, in_full: int = LOGGED_IN_FULL) -> bool:

@@ -120,11 +120,13 @@ def with_tail(
     if dspark_handoff.describe_role not in describers:
         describers.append(dspark_handoff.describe_role)
     cfg = resolved_view(scheduler.server_args)
-    if cfg.disaggregation_mode == "prefill":
+    # A switch of roles changes the scheduler's, and leaves the arguments alone.
+    role = scheduler.disaggregation_mode.value
+    if role == "prefill":
         dspark_handoff_tail.read_registrations()
     if capture_enabled():
         return _with_captured_tail(scheduler, cfg, buffers, size)
-    if scheduler.spec_algorithm.is_dspark() and cfg.disaggregation_mode == "decode":
+    if scheduler.spec_algorithm.is_dspark() and role == "decode":
         return _with_expected_tail(scheduler, cfg, buffers, size)
     return buffers
 

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -27,7 +28,11 @@ from agreement_fixtures import (
 
 from sglang.srt.disaggregation.agreement import decode_side
 from sglang.srt.disaggregation.agreement.decode_side import prefill_description
-from sglang.srt.disaggregation.agreement.description import HEADER, INSTANCE_HEADER
+from sglang.srt.disaggregation.agreement.description import (
+    HEADER,
+    INSTANCE,
+    INSTANCE_HEADER,
+)
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.admission import ROOM_REFUSED
@@ -301,6 +306,49 @@ class TestOddPrefills(CustomTestCase):
             self.assertTrue(self.asked(address)[0])
             receiver = mock.MagicMock(kv_mgr=self.decode, bootstrap_addr=address)
             self.assertTrue(decode_side.refuse_request(receiver, 0))
+
+    def test_a_refusal_stands_when_the_next_fetch_begins_late(self):
+        """Other prefills keep all fetching threads until the request is refused again."""
+        address = self.serve(self.topology(), json.dumps(OTHER_WEIGHTS))
+        receiver = mock.MagicMock(kv_mgr=self.decode, bootstrap_addr=address)
+        self.assertTrue(self.asked(address)[0])
+        self.assertTrue(decode_side.refuse_request(receiver, 0))
+        time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
+        peers, others_answer = decode_side.peers_of(self.decode), threading.Event()
+        peers.fetching = ThreadPoolExecutor(1)
+        peers.fetching.submit(others_answer.wait, 10)
+        self.assertTrue(self.asked(address)[0])
+        others_answer.set()
+        peers.fetching.submit(int).result(10)
+        for _ in range(2):
+            self.assertTrue(decode_side.refuse_request(receiver, 0))
+            self.assertTrue(self.asked(address)[0])
+
+    def test_a_prefill_found_restarted_while_it_is_asked_again_is_judged(self):
+        """A heartbeat and the scheduler meet at a refused prefill."""
+        header = json.dumps({**OTHER_WEIGHTS, INSTANCE: "former"})
+        address = self.serve(self.topology(), header)
+        receiver = mock.MagicMock(kv_mgr=self.decode, bootstrap_addr=address)
+        self.assertTrue(self.asked(address)[0])
+        time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
+        self.gate.clear()
+
+        def scheduler_goes_on(_):
+            self.assertTrue(decode_side.refuse_request(receiver, 0))
+            self.asked(address)
+
+        answer = SimpleNamespace(headers={INSTANCE_HEADER: "new"})
+        with (
+            mock.patch.object(decode_side.logger, "error", scheduler_goes_on),
+            mock.patch.object(self.decode, "_handle_node_failure"),
+        ):
+            decode_side.compare_instance(self.decode, address, answer)
+        self.decode.prefill_info_table.clear()  # as that method does
+        self.gate.set()
+        accepted = wait_for(lambda: address in self.decode.prefill_info_table, 1.0)
+        self.assertIsNone(accepted, "it was not judged")
+        self.assertTrue(self.asked(address)[0])
+        self.assertTrue(decode_side.refuse_request(receiver, 0))
 
 
 class TestRestart(WithServer):

@@ -367,16 +367,24 @@ class TestDeath(CustomTestCase):
 
         self.assertTrue(self.ends(body))
 
-    def test_a_bootstrap_server_without_its_port_ends_its_process(self):
-        """It runs in the front end itself; another prefill has its port."""
+    def port_is_taken(self, role):
+        """Whether a front end of this role ends when another has its bootstrap port."""
 
         def body():
-            server = CommonKVBootstrapServer("127.0.0.1", port)
-            server.thread.join(timeout=10)
+            disagg = SimpleNamespace(disaggregation_mode=role)
+            with mock.patch.object(control_threads, "get_disagg", lambda: disagg):
+                server = CommonKVBootstrapServer("127.0.0.1", port)
+                server.thread.join(timeout=10)
 
         with socket.create_server(("127.0.0.1", 0)) as occupant:
             port = occupant.getsockname()[1]
-            self.assertTrue(self.ends(body, in_scheduler=False))
+            return self.ends(body, in_scheduler=False)
+
+    def test_a_bootstrap_server_without_its_port_ends_its_process(self):
+        self.assertTrue(self.port_is_taken("prefill"))
+
+    def test_a_decode_that_may_switch_its_role_serves_without_a_bootstrap_server(self):
+        self.assertFalse(self.port_is_taken("decode"))
 
     def test_the_reason_is_in_the_log(self):
         with (

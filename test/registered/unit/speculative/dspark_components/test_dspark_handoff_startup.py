@@ -20,6 +20,7 @@ from handoff_fixtures import (
 )
 
 from sglang.srt.arg_groups import validation_hook
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
@@ -222,8 +223,10 @@ class TestAttach(HandoffCase):
     """What a scheduler gets when its metadata buffers exist."""
 
     def scheduler(self, **args):
+        arguments = server_args(**args)
         return SimpleNamespace(
-            server_args=server_args(**args),
+            server_args=arguments,
+            disaggregation_mode=DisaggregationMode(arguments.disaggregation_mode),
             model_config=target_config(),
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
@@ -297,6 +300,15 @@ class TestAttach(HandoffCase):
                 self.assertEqual(
                     (draft.shares_slots, draft.plain_slots), (shares, plain)
                 )
+
+    def test_an_engine_that_became_a_decode_looks_after_its_draft(self):
+        """A switch of roles leaves the arguments as they were at the start."""
+        scheduler = self.decode(disaggregation_mode="prefill")
+        self.attach(scheduler)
+        self.assertIsNone(handoff.current().draft)
+        scheduler.disaggregation_mode = DisaggregationMode.DECODE
+        self.attach(scheduler)
+        self.assertEqual(handoff.current().draft.window_need, 31)
 
     def test_partial_tail_needs_a_pool_that_can_be_cleared(self):
         """Else the first request would raise in the scheduler's loop."""
