@@ -337,7 +337,6 @@ OWN_CHECKS = {
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
     "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --tp 2 --attn-dp-size 2", ""),
-    "DOC-DECODE-HICACHE": ("", CAPTURE, "{draft} --enable-hierarchical-cache", ""),
     "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
     "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
     "DOC-HICACHE-FOLDER": ("--hicache-storage-backend file", "", "", ""),

@@ -139,17 +139,6 @@ CHECKS: Final[tuple[Check, ...]] = (
         "add --enable-dp-lm-head",
     ),
     Check(
-        "DOC-DECODE-HICACHE",
-        ERROR,
-        lambda p, d: (
-            # One that was told to expect it refuses to start: see the tail's table.
-            p.mode == "tail" != d.mode and d.has("enable_hierarchical_cache")
-        ),
-        "decode has a hierarchical cache and takes a tail",
-        "a prefix restored from host memory has no draft KV",
-        "disable --enable-hierarchical-cache on decode, or run DSPARK on prefill",
-    ),
-    Check(
         "DOC-DECODE-HISPARSE",
         ERROR,
         lambda p, d: d.drafts and d.has("enable_hisparse"),
