@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from doctor_bench import DRAFT, QWEN, Bench, command, dspark
-from dspark_pd.doctor.agreement import load
 from dspark_pd.doctor.checks import CHECKS
 from dspark_pd.doctor.sources import read_engine
+from dspark_pd.doctor.tables import load
 from dspark_pd.verbs.doctor import diagnose
 from outcome import Run
 

@@ -16,13 +16,18 @@ SEVERITIES: Final = (ERROR, WARNING, NOTE)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing to know about a pair of engines."""
+    """One thing to know about a pair of engines; in a table, with fields to fill in."""
 
     code: str
     severity: str
     message: str
     consequence: str
     fix: str
+
+    def filled(self, **fields: object) -> Finding:
+        """Return the finding that this row of a table is, as in ``str.format``."""
+        texts = (self.message, self.consequence, self.fix)
+        return Finding(self.code, self.severity, *(t.format(**fields) for t in texts))
 
     def as_dict(self) -> dict[str, str]:
         return dataclasses.asdict(self)

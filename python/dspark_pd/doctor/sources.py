@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from packaging.version import Version
 
 from dspark_pd.doctor import arguments, servers
-from dspark_pd.doctor.agreement import load
 from dspark_pd.doctor.engine import Engine
 from dspark_pd.doctor.fields import (
     FIELDS,
@@ -29,6 +28,7 @@ from dspark_pd.doctor.fields import (
 )
 from dspark_pd.doctor.releases import released, served_by, serves
 from dspark_pd.doctor.remarks import remark
+from dspark_pd.doctor.tables import load
 from dspark_pd.messages.errors import refuse
 
 _ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?$")
