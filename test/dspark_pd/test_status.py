@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd.patchset.ranges import ReleaseRange
+from dspark_pd.patchset.lists import ReleaseRange
 from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from dspark_pd.patchset.components import current_name
-
 KINDS: Final = ("wire", "seam", "gate", "fix")
 MAX_MESSAGE_COLUMNS: Final = 80
 MAX_NOTE_LINES: Final = 6
@@ -42,7 +40,7 @@ def wrong_fields(data: object, components: Iterable[str]) -> Iterator[WrongField
     if isinstance(metadata, dict):
         yield from _walk(metadata, _METADATA, "metadata.")
         component = metadata.get("component")
-        if component is not None and current_name(str(component)) not in components:
+        if component is not None and str(component) not in components:
             wanted = f"one of {', '.join(components)}"
             yield "metadata.component", wanted, repr(component)
 
@@ -111,10 +109,6 @@ def _drop_when(value: Any) -> bool:
     return kind in _DROP_TESTS and _DROP_TESTS[kind](argument)
 
 
-def _fix(value: Any) -> bool:
-    return _text(value)
-
-
 _TOP: Final[_Table] = {
     "id": (True, "<area>.<verb>-<object>, with @X.Y.Z on a variant", _matches(_ID)),
     "language": (True, "python", lambda value: value == "python"),
@@ -127,7 +121,7 @@ _TOP: Final[_Table] = {
     "constraints": (False, "a mapping", lambda value: isinstance(value, dict)),
     "utils": (False, "a mapping", lambda value: isinstance(value, dict)),
     "transform": (False, "a mapping", lambda value: isinstance(value, dict)),
-    "fix": (True, "the matched text with our lines", _fix),
+    "fix": (True, "the matched text with our lines", _text),
 }
 
 _METADATA: Final[_Table] = {

@@ -17,9 +17,8 @@ from typing import Any, Final
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
-from dspark_pd.patchset.components import current_name
 from dspark_pd.patchset.fields import wrong_fields
-from dspark_pd.patchset.ranges import ReleaseRange
+from dspark_pd.patchset.lists import ReleaseRange
 from dspark_pd.patchset.yaml_documents import Document, load_documents
 
 HUNK_SUFFIX: Final = ".hunks.yml"
@@ -62,7 +61,7 @@ class Hunk:
 
     @property
     def component(self) -> str:
-        return current_name(str(self.metadata["component"]))
+        return str(self.metadata["component"])
 
     @property
     def expect(self) -> int:
@@ -84,7 +83,7 @@ class Hunk:
         return ReleaseRange(str(self.metadata["releases"]))
 
     def serves(self, release: Version) -> bool:
-        return self.releases.contains(release, prereleases=True)
+        return self.releases.serves(release)
 
     def as_rule(self) -> str:
         """Return what ast-grep needs of the document, as one YAML document.

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dspark_pd.messages.errors import Problem
-from dspark_pd.patchset.components import with_needs
 from dspark_pd.patchset.fields import MAX_INSERTED_LINES
 from dspark_pd.patchset.hunk import Hunk
-from dspark_pd.patchset.lists import MODULES_FILE, Module
+from dspark_pd.patchset.lists import MODULES_FILE, Module, with_needs
 from dspark_pd.patchset.patch_set import PatchSet, contradiction
 from dspark_pd.patchset.python_source import defines, imported, module_name
 

@@ -15,9 +15,14 @@ from pathlib import Path
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
-from dspark_pd.patchset.components import Components, load_components
 from dspark_pd.patchset.hunk import HUNK_SUFFIX, Hunk, load_hunk_file
-from dspark_pd.patchset.lists import Module, load_modules, load_releases
+from dspark_pd.patchset.lists import (
+    Components,
+    Module,
+    load_components,
+    load_modules,
+    load_releases,
+)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Final
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused, refuse
-from dspark_pd.patchset.components import (
+from dspark_pd.patchset.lists import (
     Components,
     by_default,
-    current_name,
     in_order,
     with_needs,
 )
@@ -111,9 +110,9 @@ def named_components(options: Namespace, components: Components) -> tuple[str, .
 
     Refuses with U002 a name that is no component.
     """
-    named = [current_name(name) for name in options.component or []]
+    named = options.component or []
     for name in named:
-        if name not in components and name != "all":
+        if name != "all" and not in_order(components, [name]):
             known = f"all, or one of {', '.join(components)}"
             refuse("U002", what="component", name=name, known=known)
     return in_order(components, components if "all" in named else named)

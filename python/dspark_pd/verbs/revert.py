@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from dspark_pd.messages.errors import Problem, Refused, from_os_error
 from dspark_pd.messages.result import Result
-from dspark_pd.patchset.components import in_order, load_components, without
+from dspark_pd.patchset.lists import in_order, load_components, without
 from dspark_pd.patchset.patch_set import default_overlay
 from dspark_pd.planning import changes
 from dspark_pd.planning.matching import names_our_module, unrecorded

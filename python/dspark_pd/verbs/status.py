@@ -19,7 +19,7 @@ from typing import Final
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem
 from dspark_pd.messages.result import Result
-from dspark_pd.patchset.components import with_needs
+from dspark_pd.patchset.lists import with_needs
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan
 from dspark_pd.planning.selection import Choice
