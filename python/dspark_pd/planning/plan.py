@@ -19,13 +19,14 @@ from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.patch_set import PatchSet
 from dspark_pd.planning import astgrep
 from dspark_pd.planning.astgrep import Match
-from dspark_pd.planning.conditions import Originals, drop_rule, encoding_problem
 from dspark_pd.planning.insertion import Edit, normalise, splice
 from dspark_pd.planning.matching import DoesNotFit, edits_of_choice, unrecorded
 from dspark_pd.planning.selection import (
     Choice,
+    Originals,
     candidates,
     choose,
+    drop_rule,
     judged,
     modules_for,
 )
@@ -139,7 +140,7 @@ def _search(
     return astgrep.scan(
         astgrep.Search(path, normalise(source)[0], tuple(rules[path]))
         for path, source in sources.items()
-        if source is not None and not encoding_problem(path, source)
+        if source is not None and not _encoding_problem(path, source)
     )
 
 
@@ -155,7 +156,7 @@ def _plan_hunks(
         by_target.setdefault(choice.hunk.target, []).append(choice)
     for path, choices in by_target.items():
         source = originals(path)
-        problem = encoding_problem(path, source)
+        problem = _encoding_problem(path, source)
         if problem:
             plan.problems.append(problem)
         elif source is None:
@@ -189,6 +190,17 @@ def _plan_file(
     if edits:
         kept = tuple(sorted(edits, key=lambda edit: edit.start))
         plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
+
+
+def _encoding_problem(path: str, source: bytes | None) -> Problem | None:
+    """Return H308 if ``source`` cannot be read as ast-grep reads it."""
+    try:
+        (source or b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        detail = f"byte {byte:#x} at offset {error.start}"
+        return Problem("H308", {"file": path, "detail": detail})
+    return None
 
 
 def _unserved(choice: Choice, release: Version) -> Problem:
