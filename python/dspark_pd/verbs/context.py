@@ -61,9 +61,48 @@ class Context:
         }
         return Problem("T105", fields)
 
-    def unknown_release(self, plan: Plan) -> Problem | None:
+    def problems(self, options: Namespace, plan: Plan) -> list[Problem]:
+        """Return what stands in the way, the one that decides the exit code first."""
         assert self.target.release is not None
-        return unknown_release(self.patch_set, self.target.release, plan)
+        edited = self.survey.problems()
+        unknown = unknown_release(self.patch_set, self.target.release, plan)
+        if unknown:
+            return [unknown, *edited]
+        idle = self.idle_component(options, plan)
+        return [*edited, *plan.problems, *([idle] if idle else [])]
+
+    def asked(self, options: Namespace) -> tuple[tuple[str, ...], Plan]:
+        """Return what the target shall end up with and its plan, or refuse."""
+        refuse_any(self.survey.problems())
+        applied = self.survey.ledger.components
+        components = asked_components(options, self.patch_set.components, applied)
+        plan = self.plan(components)
+        refuse_any(self.problems(options, plan))
+        return components, plan
+
+    def notes(
+        self, options: Namespace, plan: Plan, components: Iterable[str]
+    ) -> list[str]:
+        """Return what a user should hear about the target besides the result."""
+        survey, release = self.survey, self.target.release
+        found = need_notes(options, self.patch_set.components, components)
+        if survey.updated:
+            old = survey.ledger.release
+            found.append(f"SGLang went from {old} to {release} under the applied set")
+        if survey.ledger.unfinished:
+            found.append(f"an earlier {survey.ledger.unfinished} was cut off; repaired")
+        found += [
+            f"component {component} has nothing for SGLang {release}: it serves later ones"
+            for component in plan.idle_components()
+        ]
+        if any(problem.code == "E402" for problem in plan.problems):
+            return found  # The lines that upstream did not ship are ours.
+        hunked = [path for path, file in plan.files.items() if file.kind == "hunk"]
+        for path in survey.foreign_originals(hunked):
+            found.append(
+                f"{path} was edited before apply; the edit is kept, under our lines"
+            )
+        return found
 
 
 def unknown_release(

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dspark_pd.messages.errors import Problem, Refused, from_os_error
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.lists import in_order, load_components, without
-from dspark_pd.patchset.patch_set import default_overlay
+from dspark_pd.patchset.patch_set import default_overlay, load_patch_set
 from dspark_pd.planning import changes
 from dspark_pd.planning.matching import names_our_module, unrecorded
 from dspark_pd.planning.plan import PlannedFile
@@ -44,8 +44,6 @@ def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
     """Return E402 if files hold our lines while nothing is recorded."""
     if survey.ledger.entries:
         return []
-    from dspark_pd.patchset.patch_set import load_patch_set
-
     ids: dict[str, list[str]] = {}
     for hunk in load_patch_set(options.overlay).hunks:
         known = ids.setdefault(hunk.target, [])
@@ -99,8 +97,6 @@ def _rest(survey: Survey, options: Namespace) -> tuple[tuple[str, ...], list[str
 def _files_of(
     survey: Survey, components: tuple[str, ...], options: Namespace
 ) -> dict[str, PlannedFile]:
-    from dspark_pd.patchset.patch_set import load_patch_set
-
     context = look_again(load_patch_set(options.overlay), survey.target)
     plan = context.plan(components)
     refuse_any(plan.problems)
