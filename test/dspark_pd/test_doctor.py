@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -456,25 +453,6 @@ def test_json_has_the_same_findings(bench: Bench, run: Run) -> None:
     assert finding["code"] == "PD-COLD-DRAFT"
     assert set(finding) == {"code", "severity", "message", "consequence", "fix"}
     assert outcome.data["decode"]["description"]["algorithm"] == "DSPARK"
-
-
-def test_neither_torch_nor_sglang_is_imported(bench: Bench) -> None:
-    model = bench.model("qwen", QWEN)
-    files = [bench.file(r, command(model, r)) for r in ("prefill", "decode")]
-    code = (
-        "import sys; from dspark_pd.cli import main; "
-        f"main(['doctor', '--prefill', {files[0]!r}, '--decode', {files[1]!r}, '-q']); "
-        "main(['describe', '-q', '--without-sglang', '--', '--tp', '2']); "
-        "sys.exit(sorted({'torch', 'sglang'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "python")},
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_table_is_the_overlays_own_file() -> None:
