@@ -24,6 +24,7 @@ _Table = dict[str, tuple[bool, str, _Test]]
 
 _ID = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9]*(-[a-z0-9]+)+(@\d+\.\d+\.\d+)?")
 _URL = re.compile(r"https://github\.com/\S+")
+_FORWARDED = re.compile(rf"no|not-needed: \S.*|{_URL.pattern}|merged:\d+\.\d+\.\d+")
 _REVIEW = re.compile(r"https://\S+")
 _DOTTED = re.compile(r"sglang(\.[A-Za-z_]\w*){2,}")
 _TEST_ID = re.compile(r"test/[\w/]+\.py(::\w+){1,2}")
@@ -79,19 +80,6 @@ def _ranges(value: Any) -> bool:
         return False
 
 
-def _reasoned(value: Any) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"not-needed: \S.*", value))
-
-
-def _forwarded(value: Any) -> bool:
-    return (
-        value == "no"
-        or _reasoned(value)
-        or _matches(_URL)(value)
-        or _matches(re.compile(r"merged:\d+\.\d+\.\d+"))(value)
-    )
-
-
 DECIDABLE: Final = ("release", "symbol", "match")
 """Drop conditions that a program can decide; ``review`` names what a person reads."""
 _DROP_TESTS: Final[dict[str, _Test]] = {
@@ -132,7 +120,7 @@ _METADATA: Final[_Table] = {
     "forwarded": (
         True,
         '"no", "not-needed: reason", "merged:X.Y.Z" or a URL',
-        _forwarded,
+        _matches(_FORWARDED),
     ),
     "drop_when": (
         True,
