@@ -134,10 +134,13 @@ def flag_of(name: str) -> str:
 
 
 def settled(name: str, value: Any) -> Any:
-    """Return a value as SGLang reads it: a number where one is asked for."""
-    text = value.strip() if isinstance(value, str) else ""
-    number = FIELDS.get(name) == "int" and re.fullmatch(r"-?\d+", text)
-    return int(text) if number else value
+    """Return a value as SGLang reads it: numbers as such, an algorithm in any case."""
+    if not isinstance(value, str):
+        return value
+    if name == "speculative_algorithm":
+        return value.upper() or None
+    number = FIELDS.get(name) == "int" and re.fullmatch(r"-?\d+", value.strip())
+    return int(value) if number else value
 
 
 def wanted(name: str, value: Any) -> str | None:

@@ -206,7 +206,7 @@ def _note_spelling(engine: Engine, unknown: list[Any]) -> None:
 
 
 def _settle(engine: Engine) -> None:
-    """Turn numbers into numbers; name what SGLang could not start with."""
+    """Read values as SGLang does; name what SGLang could not start with."""
     for values, kinds in ((engine.args, FIELDS), (engine.environ or {}, VARIABLES)):
         for name in [name for name in kinds if name in values]:
             missing = wanted(name, values[name])
@@ -225,9 +225,6 @@ def _settle(engine: Engine) -> None:
 def resolve(engine: Engine) -> None:
     """Give arguments the values that SGLang's start gives them."""
     args = engine.args
-    algorithm = args.get("speculative_algorithm")
-    if isinstance(algorithm, str):
-        args["speculative_algorithm"] = algorithm.upper() or None
     block = args.get("speculative_dspark_block_size")
     if not engine.drafts or block is None:
         return
