@@ -16,8 +16,7 @@ import pytest
 
 import fake_sglang
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.error_catalogue import PARTS, catalogue
-from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.errors import PARTS, Problem, catalogue
 from dspark_pd.planning import astgrep
 from dspark_pd.target import fsops
 from outcome import Outcome, Run

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from packaging.version import Version
 
@@ -181,6 +182,14 @@ def need_notes(
         if along:
             notes.append(f"{name} needs {' and '.join(along)}, which come along")
     return notes
+
+
+def refuse_name(what: str, name: str, names: Iterable[str]) -> NoReturn:
+    """Refuse with U002 a name that is none, and say which ones are like it."""
+    names = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(name, names, 3, 0)
+    known = f"a name such as {', '.join(near)} ({len(names)} in all)"
+    refuse("U002", what=what, name=name, known=known)
 
 
 def refuse_any(problems: list[Problem]) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from dspark_pd.doctor.checks import CHECKS
 from dspark_pd.doctor.remarks import REMARKS
 from dspark_pd.doctor.tables import load, severity_of
-from dspark_pd.messages.error_catalogue import catalogue
-from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.messages.errors import Problem, catalogue
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
+from dspark_pd.verbs.context import refuse_name
 from dspark_pd.verbs.listing import describe
 
 Entry = tuple[str, list[str]]
@@ -33,10 +32,7 @@ def run(options: argparse.Namespace) -> Result:
     asked = str(options.name)
     found = [lines for name, lines in entries if name.lower() == asked.lower()]
     if not found:
-        names = list(dict.fromkeys(name for name, _ in entries))
-        near = difflib.get_close_matches(asked, names, 3, 0)
-        known = f"a name such as {', '.join(near)} ({len(names)} in all)"
-        refuse("U002", what="name", name=asked, known=known)
+        refuse_name("name", asked, (name for name, _ in entries))
     lines = [line for part in found for line in ["", *part]][1:]
     return Result(lines=lines, data={"name": asked, "explained": found})
 
