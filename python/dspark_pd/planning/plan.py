@@ -14,13 +14,13 @@ from typing import Literal
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.errors import Problem, Refused
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.patch_set import PatchSet
 from dspark_pd.planning import astgrep
 from dspark_pd.planning.astgrep import Match
 from dspark_pd.planning.insertion import Edit, normalise, splice
-from dspark_pd.planning.matching import DoesNotFit, edits_of_choice, unrecorded
+from dspark_pd.planning.matching import edits_of_choice, unrecorded
 from dspark_pd.planning.selection import (
     Choice,
     Originals,
@@ -180,8 +180,8 @@ def _plan_file(
         try:
             edits += edits_of_choice(choice, plain, matches)
             done.append(choice.identity)
-        except DoesNotFit as error:
-            plan.unfit[choice.identity] = error.problem
+        except Refused as refused:
+            (plan.unfit[choice.identity],) = refused.problems
     try:
         desired = splice(source, edits, carriage_returns)
     except ValueError as error:

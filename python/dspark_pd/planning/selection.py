@@ -54,9 +54,7 @@ def candidates(
     wanted = set(components)
     known = patch_set.knows(release)
     return {
-        identity: tuple(hunk for hunk in variants if hunk.serves(release))
-        if known
-        else _newest_first(patch_set, variants)
+        identity: tuple(h for h in variants if h.serves(release) or not known)
         for identity, variants in patch_set.identities.items()
         if variants[0].component in wanted
     }
@@ -64,7 +62,7 @@ def candidates(
 
 def judged(patch_set: PatchSet, identity: str, serving: tuple[Hunk, ...]) -> Hunk:
     """Return the variant whose drop condition counts."""
-    return (serving or _newest_first(patch_set, patch_set.identities[identity]))[0]
+    return (serving or patch_set.identities[identity])[0]
 
 
 def choose(
@@ -90,24 +88,16 @@ def _choose_variant(
     found: Found,
 ) -> Choice:
     variants = patch_set.identities[identity]
-    newest_first = _newest_first(patch_set, variants)
     served = [r for r in patch_set.releases if any(h.serves(r) for h in variants)]
     if patch_set.knows(release) and not serving and release < served[0]:
         detail = f"from {served[0]}"
-        return Choice(identity, "not applicable", newest_first, detail)
+        return Choice(identity, "not applicable", variants, detail)
     if dropped(judged(patch_set, identity, serving), release, originals, found):
-        return Choice(identity, "not needed", newest_first, _since(patch_set, served))
+        return Choice(identity, "not needed", variants, _since(patch_set, served))
     if not serving:
         ranges = ", ".join(str(hunk.releases) for hunk in variants)
-        return Choice(identity, "unserved", newest_first, ranges)
+        return Choice(identity, "unserved", variants, ranges)
     return Choice(identity, "wanted", serving)
-
-
-def _newest_first(patch_set: PatchSet, variants: tuple[Hunk, ...]) -> tuple[Hunk, ...]:
-    def last_served(hunk: Hunk) -> Version:
-        return max(r for r in patch_set.releases if hunk.serves(r))
-
-    return tuple(sorted(variants, key=last_served, reverse=True))
 
 
 def _since(patch_set: PatchSet, served: list[Version]) -> str:

@@ -9,8 +9,9 @@ from dspark_pd.messages.result import Result
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan, PlannedFile
 from dspark_pd.target.lock import locked
+from dspark_pd.target.survey import Survey
 from dspark_pd.target.transaction import remove_leftovers
-from dspark_pd.verbs.context import Context, look_again, open_context
+from dspark_pd.verbs.context import Context, open_context
 
 
 def run(options: Namespace) -> Result:
@@ -18,7 +19,8 @@ def run(options: Namespace) -> Result:
     if options.dry_run:
         return _apply(context, options)
     with locked(context.target.root):
-        return _apply(look_again(context.patch_set, context.target), options)
+        # What was seen before may have been another writer's.
+        return _apply(Context(context.patch_set, Survey(context.target)), options)
 
 
 def _apply(context: Context, options: Namespace) -> Result:

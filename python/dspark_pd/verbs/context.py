@@ -30,8 +30,11 @@ class Context:
     """One target seen through one patch set."""
 
     patch_set: PatchSet
-    target: Target
     survey: Survey
+
+    @property
+    def target(self) -> Target:
+        return self.survey.target
 
     def plan(self, components: Iterable[str]) -> Plan:
         assert self.target.release is not None
@@ -137,12 +140,7 @@ def open_context(options: Namespace) -> Context:
     target = find_target(options.target, assumed)
     if target.release is None:
         refuse("T102", target=target.root)
-    return look_again(load_patch_set(options.overlay), target)
-
-
-def look_again(patch_set: PatchSet, target: Target) -> Context:
-    """Survey the target anew; done under the lock by the verbs that write."""
-    return Context(patch_set, target, Survey(target))
+    return Context(load_patch_set(options.overlay), Survey(target))
 
 
 def named_components(options: Namespace, components: Components) -> tuple[str, ...]:

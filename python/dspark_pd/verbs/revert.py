@@ -17,7 +17,7 @@ from dspark_pd.target.state import StateFolder
 from dspark_pd.target.survey import Seen, Survey
 from dspark_pd.target.target import find_target
 from dspark_pd.target.transaction import remove_leftovers, remove_state_folder
-from dspark_pd.verbs.context import look_again, named_components, refuse_any
+from dspark_pd.verbs.context import Context, named_components, refuse_any
 
 EDITED_SUFFIX = ".edited"
 
@@ -97,7 +97,7 @@ def _rest(survey: Survey, options: Namespace) -> tuple[tuple[str, ...], list[str
 def _files_of(
     survey: Survey, components: tuple[str, ...], options: Namespace
 ) -> dict[str, PlannedFile]:
-    context = look_again(load_patch_set(options.overlay), survey.target)
+    context = Context(load_patch_set(options.overlay), Survey(survey.target))
     plan = context.plan(components)
     refuse_any(plan.problems)
     return plan.files
