@@ -28,11 +28,6 @@ V4 = {
 }
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
-
 # -- reading ----------------------------------------------------------------------------
 
 
