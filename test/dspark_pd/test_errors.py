@@ -156,20 +156,6 @@ def _changes_upstream(bench: Bench) -> Outcome:
     return bench.apply()
 
 
-@scenario("H303")
-def _overlap(bench: Bench) -> Outcome:
-    first = fake_sglang.hunk(
-        id="devices.replace-check",
-        node="if_statement",
-        function="accepts",
-        inside="",
-        fix="  if not device:\n      raise ValueError",
-    ).replace("  expect: 1\n", "  expect: 1\n  replaces: made up for a test\n")
-    second = first.replace("devices.replace-check", "devices.replace-again")
-    (bench.overlay / "srt/devices.py.hunks.yml").write_text(f"{first}---\n{second}")
-    return bench.apply()
-
-
 @scenario("H304")
 def _does_not_compile(bench: Bench) -> Outcome:
     bench.change(RELAY_HUNKS, "return []", "return [")

@@ -68,7 +68,6 @@ def test_the_valid_one_is_valid(overlay: Path) -> None:
         ("metadata.proved_by", "test/dspark_pd/", "dspark_pd/"),
         ("metadata.proved_by", "::test_apply_inserts_our_lines", ""),
         ("metadata.reason", "  expect: 1", "  expect: 1\n  reason: none"),
-        ("metadata.replaces", "  expect: 1", "  replaces: true"),
     ],
 )
 def test_a_wrong_field_is_named(overlay: Path, field: str, old: str, new: str) -> None:

@@ -106,9 +106,6 @@ _TOP: Final[_Table] = {
     "severity": (True, "hint", lambda value: value == "hint"),
     "metadata": (True, "a mapping", lambda value: isinstance(value, dict)),
     "rule": (True, "an ast-grep rule", lambda value: isinstance(value, dict)),
-    "constraints": (False, "a mapping", lambda value: isinstance(value, dict)),
-    "utils": (False, "a mapping", lambda value: isinstance(value, dict)),
-    "transform": (False, "a mapping", lambda value: isinstance(value, dict)),
     "fix": (True, "the matched text with our lines", _text),
 }
 
@@ -129,5 +126,4 @@ _METADATA: Final[_Table] = {
     ),
     "calls": (False, "sglang.<module>.<function> of the overlay", _matches(_DOTTED)),
     "proved_by": (True, "test/<file>.py::<class>::<test>", _matches(_TEST_ID)),
-    "replaces": (False, "the reason to change SGLang's own text", _text),
 }

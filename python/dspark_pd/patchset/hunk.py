@@ -22,7 +22,6 @@ from dspark_pd.patchset.lists import ReleaseRange
 from dspark_pd.patchset.yaml_documents import Document, load_documents
 
 HUNK_SUFFIX: Final = ".hunks.yml"
-_RULE_KEYS: Final = ("rule", "constraints", "utils", "transform", "fix")
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,6 @@ class Hunk:
         return int(self.metadata.get("expect", 1))
 
     @property
-    def replaces(self) -> str | None:
-        """The reason to change upstream text; None for a pure insertion."""
-        return self.metadata.get("replaces")
-
-    @property
     def drop_when(self) -> tuple[str, str]:
         """The condition that makes the hunk unnecessary, as (kind, argument)."""
         ((kind, argument),) = self.metadata["drop_when"].items()
@@ -90,11 +84,8 @@ class Hunk:
 
         JSON is a subset of YAML.
         """
-        rule: dict[str, Any] = {
-            key: self.data[key] for key in _RULE_KEYS if key in self.data
-        }
-        head = {"id": self.id, "language": "python", "severity": "hint"}
-        return json.dumps({**head, **rule})
+        keys = ("id", "language", "severity", "rule", "fix")
+        return json.dumps({key: self.data[key] for key in keys})
 
 
 def load_hunk_file(path: Path, overlay: Path, components: Iterable[str]) -> list[Hunk]:

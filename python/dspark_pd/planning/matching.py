@@ -31,11 +31,11 @@ def edits_of_choice(choice: Choice, plain: bytes, matches: list[Match]) -> list[
 
 def _edits_of_match(hunk: Hunk, match: Match, plain: bytes) -> list[Edit]:
     try:
-        edits = edits_of(match, plain, replaces=hunk.replaces is not None)
+        edits = edits_of(match, plain)
     except NotAnInsertion as error:
         change = f"line {match.line}: {error}"
         refuse("H302", id=hunk.identity, file=hunk.target, change=change)
-    if hunk.replaces is None and any(_already_there(edit, plain) for edit in edits):
+    if any(_already_there(edit, plain) for edit in edits):
         _refuse_unrecorded(hunk)
     return edits
 
@@ -49,7 +49,7 @@ def names_our_module(hunk: Hunk, plain: bytes) -> bool:
 def _already_there(edit: Edit, plain: bytes) -> bool:
     """Whether the lines to insert stand at their place already, without a record."""
     text = edit.text.encode("utf-8")
-    around = plain[max(0, edit.start - len(text)) : edit.start + len(text)]
+    around = plain[max(0, edit.at - len(text)) : edit.at + len(text)]
     return text.strip() in around and b"\n" in text
 
 

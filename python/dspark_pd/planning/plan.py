@@ -182,13 +182,9 @@ def _plan_file(
             done.append(choice.identity)
         except Refused as refused:
             (plan.unfit[choice.identity],) = refused.problems
-    try:
-        desired = splice(source, edits, carriage_returns)
-    except ValueError as error:
-        plan.problems.append(_overlap(path, plain, edits, str(error)))
-        return
     if edits:
-        kept = tuple(sorted(edits, key=lambda edit: edit.start))
+        desired = splice(source, edits, carriage_returns)
+        kept = tuple(sorted(edits, key=lambda edit: edit.at))
         plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
 
 
@@ -217,16 +213,6 @@ def _unserved(choice: Choice, release: Version) -> Problem:
 def _missing(choice: Choice, release: Version) -> Problem:
     fields = {"id": choice.identity, "file": choice.hunk.target, "version": release}
     return Problem("H305", fields)
-
-
-def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Problem:
-    late = next(edit for edit in edits if edit.hunk_id == hunk_id)
-    other = next(
-        (e for e in edits if e.hunk_id != hunk_id and e.end > late.start), late
-    )
-    line = plain[: late.start].count(b"\n") + 1
-    fields = {"id": hunk_id, "other": other.hunk_id, "file": path, "line": line}
-    return Problem("H303", fields)
 
 
 def _compiles_not(file: PlannedFile) -> Problem | None:
