@@ -56,7 +56,7 @@ def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
     return (
         prefill.args.get("hicache_storage_backend") == "file"
         and prefill.environ is not None
-        and not prefill.env(HICACHE_FOLDER)
+        and not prefill.environ.get(HICACHE_FOLDER)
     )
 
 

@@ -78,10 +78,6 @@ class Engine:
     def drafts(self) -> bool:
         return bool(self.args.get("speculative_algorithm") == "DSPARK")
 
-    def env(self, name: str) -> str:
-        """A variable of its environment; empty when unset or unknown."""
-        return (self.environ or {}).get(name, "")
-
     def has(self, name: str) -> bool:
         """True when a flag is given and not off."""
         return self.args.get(name) not in (None, False, "", 0)

@@ -86,10 +86,12 @@ def make_plan(
     components = tuple(components)
     serving = candidates(patch_set, release, components)
     found = _search(patch_set, serving, originals)
-    plan = Plan(choices=choose(patch_set, release, serving, originals, found))
-    for choice in plan.choices:
+    plan = Plan()
+    for identity, hunks in serving.items():
+        choice = choose(patch_set, release, identity, hunks, originals, found)
+        plan.choices.append(choice)
         if choice.verdict == "unserved":
-            plan.unfit[choice.identity] = _unserved(choice, release)
+            plan.unfit[identity] = _unserved(choice, release)
     wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
     _plan_hunks(plan, wanted, release, originals, found)
     for module in modules_for(patch_set, release, components):

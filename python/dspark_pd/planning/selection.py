@@ -68,25 +68,12 @@ def judged(patch_set: PatchSet, identity: str, serving: tuple[Hunk, ...]) -> Hun
 def choose(
     patch_set: PatchSet,
     release: Version,
-    serving: Mapping[str, tuple[Hunk, ...]],
-    originals: Originals,
-    found: Found,
-) -> list[Choice]:
-    """Return one choice per identity of ``serving`` (see ``candidates``)."""
-    return [
-        _choose_variant(patch_set, release, identity, hunks, originals, found)
-        for identity, hunks in serving.items()
-    ]
-
-
-def _choose_variant(
-    patch_set: PatchSet,
-    release: Version,
     identity: str,
     serving: tuple[Hunk, ...],
     originals: Originals,
     found: Found,
 ) -> Choice:
+    """Return the choice for ``identity``, of which ``serving`` may serve (``candidates``)."""
     variants = patch_set.identities[identity]
     served = [r for r in patch_set.releases if any(h.serves(r) for h in variants)]
     if patch_set.knows(release) and not serving and release < served[0]:

@@ -6,7 +6,7 @@ import difflib
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from packaging.version import Version
 
@@ -21,8 +21,6 @@ from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import Target, find_target
-
-CLONE: Final = "in the clone of sglang-dspark-pd"
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Context:
             self.survey.applied,
         )
 
-    def idle_component(self, options: Namespace, plan: Plan) -> Problem | None:
+    def _idle_component(self, options: Namespace, plan: Plan) -> Problem | None:
         """Return T105 where the user named components that have nothing for this release.
 
         Without a name, or with ``all``, whatever serves it is what was asked for.
@@ -72,7 +70,7 @@ class Context:
         unknown = unknown_release(self.patch_set, self.target.release, plan)
         if unknown:
             return [unknown, *edited]
-        idle = self.idle_component(options, plan)
+        idle = self._idle_component(options, plan)
         return [*edited, *plan.problems, *([idle] if idle else [])]
 
     def asked(self, options: Namespace) -> tuple[tuple[str, ...], Plan]:
@@ -117,12 +115,12 @@ def unknown_release(
         return None
     tried = [c for c in plan.choices if c.verdict in ("wanted", "unserved")]
     newest = patch_set.releases[-1]
-    hint = f"git pull && pip install . ({CLONE}), or repeat with --assume-version"
+    renew = "git pull && pip install . (in the clone of sglang-dspark-pd)"
     fields = {
         "version": release,
         "releases": ", ".join(map(str, patch_set.releases)),
         "fit": _fit(len(tried), list(plan.unfit)),
-        "hint": f"{hint} {newest}",
+        "hint": f"{renew}, or repeat with --assume-version {newest}",
     }
     return Problem("T103", fields)
 

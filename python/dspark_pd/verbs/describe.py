@@ -19,7 +19,7 @@ from dspark_pd.doctor import arguments, sglang_parser
 from dspark_pd.doctor.fields import relevant, settled
 from dspark_pd.messages.errors import Refused, refuse
 from dspark_pd.messages.result import Result
-from dspark_pd.target.target import Target, find_target
+from dspark_pd.target.target import find_target
 
 SCHEMA: Final = 1
 _PATHS: Final = ("model_path", "speculative_draft_model_path")
@@ -98,7 +98,7 @@ def _absolute(args: dict[str, Any]) -> dict[str, Any]:
 
 def _release() -> str | None:
     try:
-        target: Target = find_target(None)
+        target = find_target(None)
     except Refused:
         return None
     return str(target.release) if target.release else None
