@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from dspark_pd.doctor.agreement import load
 from dspark_pd.doctor.checks import CHECKS
 from dspark_pd.doctor.remarks import REMARKS
-from dspark_pd.doctor.tail import load_refusals
+from dspark_pd.doctor.tables import load
 
 Table = Callable[[tuple[str, ...], list[tuple[object, ...]]], str]
 Prose = Callable[[str], str]
@@ -68,7 +67,7 @@ def doctor_rows(table: Table, prose: Prose) -> str:
             refusal.role,
             *(prose(_named(text)) for text in (refusal.says, refusal.fix)),
         )
-        for refusal in load_refusals().REFUSALS
+        for refusal in load("handoff_refusals").REFUSALS
     ]
     parts.append(
         "What engines of a tail refuse to start with, asked of described ones:"

@@ -27,7 +27,7 @@ import bench_tail  # noqa: E402
 
 from dspark_pd.cli import build_parser  # noqa: E402
 from dspark_pd.messages import exit_codes, output  # noqa: E402
-from dspark_pd.messages.error_catalogue import PARTS, catalogue  # noqa: E402
+from dspark_pd.messages.errors import PARTS, catalogue  # noqa: E402
 from dspark_pd.messages.result import Result  # noqa: E402
 from dspark_pd.patchset.fields import DECIDABLE  # noqa: E402
 from dspark_pd.patchset.hunk import Hunk  # noqa: E402

@@ -165,7 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _finish(*_run(given, options))
     except Exception as error:
         # The last resort: no traceback, and no exit code that means something else.
-        return _finish(options, _fault(error, loud))
+        from dspark_pd.messages.errors import from_fault
+
+        if loud:
+            traceback.print_exception(error)
+        return _finish(options, _refusal([from_fault(error)]))
     except KeyboardInterrupt:
         from dspark_pd.messages.errors import on_target
 
@@ -196,14 +200,6 @@ def _divided(given: list[str]) -> tuple[list[str], list[str] | None]:
         return given, None
     at = given.index("--")
     return given[:at], given[at + 1 :]
-
-
-def _fault(error: Exception, loud: bool) -> Any:
-    from dspark_pd.messages.errors import from_fault
-
-    if loud:
-        traceback.print_exception(error)
-    return _refusal([from_fault(error)])
 
 
 def _refusal(problems: list[Any]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
+from doctor_bench import Bench
 from dspark_pd.cli import main
 from outcome import Outcome, Run
 
@@ -29,6 +30,11 @@ def site(tmp_path: Path) -> Path:
 @pytest.fixture
 def overlay(tmp_path: Path) -> Path:
     return fake_sglang.write_overlay(tmp_path / "repository" / "python" / "sglang")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
 
 
 @pytest.fixture

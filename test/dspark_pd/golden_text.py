@@ -58,7 +58,7 @@ def _inside_line(edit: Edit) -> bool:
 
 
 def _place(tree: ast.Module, source: str, edit: Edit) -> str:
-    head = source.encode("utf-8")[: edit.start].decode("utf-8")
+    head = source.encode("utf-8")[: edit.at].decode("utf-8")
     line = head.count("\n") + 1
     before_line = not _inside_line(edit) and not edit.text.startswith("\n")
     names, start = _enclosing(tree, line, before_line)

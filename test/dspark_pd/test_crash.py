@@ -166,5 +166,22 @@ def test_kills_during_repairs_are_repaired(run: Run, site: Path) -> None:
         assert snapshot(site) == original
 
 
+def test_an_assumed_release_outlives_a_killed_revert(run: Run, site: Path) -> None:
+    """Else the target is of no known release until the user vouches for it again."""
+    info = site / f"sglang-{fake_sglang.LATEST}.dist-info"
+    info.rename(info.with_name("sglang-1.3.0.dist-info"))
+    original = snapshot(site)
+    journal = site / "sglang/.dspark_pd/journal.json"
+    assumed = ["--assume-version", fake_sglang.LATEST]
+    told = []
+    for point in range(0, 60, 6):
+        assert run("apply", "--target", site, *assumed).code == 0
+        if _killed(run, "revert", site, point) and journal.exists():
+            told.append(run("status", "--target", site).document["target"]["source"])
+        assert run("revert", "--target", site).code == 0
+        assert snapshot(site) == original, point
+    assert told and set(told) == {"assumed at apply"}
+
+
 def _without_state(tree: dict[str, object]) -> dict[str, object]:
     return {name: item for name, item in tree.items() if ".dspark_pd" not in name}

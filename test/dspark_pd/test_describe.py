@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_pd.doctor.arguments import NotArguments, argv_of, parse, read_line
-from dspark_pd.doctor.fields import ALIASES, FIELDS, VARIABLES, meant_by, relevant
+from dspark_pd.doctor.fields import ALIASES, FIELDS, VARIABLES, meant_by
 from outcome import Run
 
 pytestmark = pytest.mark.unit
@@ -199,7 +199,8 @@ def test_what_is_described_is_what_the_doctor_reads(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE", "1")
-    monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setenv("SGLANG_API_KEY", "x")
+    monkeypatch.setenv("SGLANG_DSPARK_PD_X", "1")
     command = ["--model-path", str(tmp_path), "--speculative-algorithm", "dspark"]
     words = ["env", "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=8", "sglang", "serve"]
     outcome = run("describe", "--", *words, *command, "--x", "1", text=True)
@@ -215,6 +216,7 @@ def test_what_is_described_is_what_the_doctor_reads(
         "environ": {
             "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1",
             "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "8",
+            "SGLANG_DSPARK_PD_X": "1",
         },
         "unknown": ["--x"],
     }
@@ -244,12 +246,6 @@ def test_a_local_model_is_described_by_its_full_path(
         "model_path": str(tmp_path / "m"),
         "speculative_draft_model_path": "org/draft",
     }
-
-
-def test_only_what_matters_of_an_environment_is_told() -> None:
-    assert relevant(
-        {"SGLANG_DSPARK_PD_X": "1", "SGLANG_API_KEY": "2", "HOME": "/"}
-    ) == {"SGLANG_DSPARK_PD_X": "1"}
 
 
 # -- SGLang's own parser ----------------------------------------------------------------

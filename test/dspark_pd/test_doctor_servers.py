@@ -22,11 +22,6 @@ from outcome import Run
 pytestmark = pytest.mark.unit
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
-
 class _Server(http.server.BaseHTTPRequestHandler):
     """Answers as a prefill engine and as its bootstrap server."""
 

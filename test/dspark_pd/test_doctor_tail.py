@@ -3,100 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from doctor_bench import DRAFT, QWEN, Bench, command, dspark
-from dspark_pd.doctor import tail
-from dspark_pd.doctor.agreement import load_file
+from dspark_pd.doctor.engine import Finding
 from dspark_pd.doctor.fields import FIELDS, VARIABLES
+from dspark_pd.doctor.tables import load
 from outcome import Run
 
 pytestmark = pytest.mark.unit
 
-# A table with the interface of the overlay's, which is proved by its own tests.
-TABLE = """
-from __future__ import annotations
-import dataclasses
-from typing import Any
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    code: str
-    role: str
-    applies: Any
-    says: str
-    fix: str
-
-def facts_from(args, environ, target_config=None, draft_config=None, role="null"):
-    configs = bool(target_config), bool(draft_config)
-    return {**args, **environ, "role": role, "configs": configs}
-
-REFUSALS = (
-    Refusal("TAIL-X", "both", lambda f: f.get("pp_size") == 2, "{role} has 2", "have 1"),
-    Refusal("TAIL-Y", "decode", lambda f: f["configs"] == (True, True), "read", "-"),
-)
-
-def refusals(facts):
-    return [
-        (r, r.says.format(**facts), r.fix)
-        for r in REFUSALS
-        if r.role in ("both", facts["role"]) and r.applies(facts)
-    ]
-"""
-
-
-@pytest.fixture
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / f"{tmp_path.name}.py"
-    path.write_text(TABLE)
-    monkeypatch.setattr(tail, "load_refusals", lambda: load_file(path))
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
-
-@pytest.mark.usefixtures("table")
-def test_a_refusal_at_start_up_is_an_error_that_names_its_engine(bench: Bench) -> None:
-    model = bench.model("qwen", QWEN)
-    found = bench.findings(
-        command(model, "prefill", "--pp-size 2"), command(model, "decode")
-    )
-    (finding,) = [f for f in found if f.code == "DOC-TAIL-X"]
-    assert (finding.severity, finding.fix) == ("error", "have 1")
-    assert finding.message == "prefill: prefill has 2"
-    assert "refuses to start" in finding.consequence
-
-
-@pytest.mark.usefixtures("table")
-def test_the_table_gets_what_is_known_of_the_models(bench: Bench) -> None:
-    model = bench.model("qwen", QWEN)
-    decode = command(model, "decode", dspark(bench, DRAFT))
-    assert "DOC-TAIL-Y" in bench.codes(command(model, "prefill"), decode)
-    assert "DOC-TAIL-Y" not in bench.codes(
-        command(model, "prefill"), command(model, "decode")
-    )
-
-
-@pytest.mark.usefixtures("table")
-def test_a_running_engine_was_not_refused(bench: Bench, run: Run) -> None:
-    info = {"pp_size": 2, "model_path": bench.model("qwen", QWEN), "version": "0.5.23"}
-    saved = bench.file("info.json", json.dumps(info))
-    outcome = run("doctor", "--prefill", saved, "--decode", saved)
-    codes = [finding["code"] for finding in outcome.data["findings"]]
-    assert "DOC-TAIL-X" not in codes
-
-
-@pytest.mark.usefixtures("table")
-@pytest.mark.parametrize("code", ["TAIL-X", "DOC-TAIL-X"])
-def test_a_refusal_is_explained_under_both_names(run: Run, code: str) -> None:
-    assert "have 1" in run("explain", code, text=True).out
-
-
-# -- the overlay's own table ------------------------------------------------------------
 
 SLIDING = {**DRAFT, "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}
 CAPTURE = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
@@ -132,8 +49,8 @@ ACCEPTED = [
 ]
 
 
-def refusals(bench: Bench, given: tuple[str, ...]) -> set[str]:
-    """Codes of a pair that, but for what is given, works."""
+def refusals(bench: Bench, given: tuple[str, ...]) -> dict[str, Finding]:
+    """Refusals, by code, of a pair that, but for what is given, works."""
     model = bench.model("qwen", QWEN)
     prefill, decode, prefill_env, decode_env = given
     ids = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
@@ -148,8 +65,8 @@ def refusals(bench: Bench, given: tuple[str, ...]) -> set[str]:
             env=f"{TAIL}=31 {decode_env}",
         ),
     )
-    codes = {f"DOC-{refusal.code}" for refusal in tail.load_refusals().REFUSALS}
-    return {finding.code for finding in found} & codes
+    codes = {f"DOC-{refusal.code}" for refusal in load("handoff_refusals").REFUSALS}
+    return {finding.code: finding for finding in found if finding.code in codes}
 
 
 @pytest.mark.parametrize("given", REFUSED, ids=" ".join)
@@ -162,16 +79,48 @@ def test_what_the_start_up_refuses_is_foretold(
 
 @pytest.mark.parametrize("given", ACCEPTED, ids=" ".join)
 def test_what_it_does_not_refuse_is_not(bench: Bench, given: tuple[str, ...]) -> None:
-    assert refusals(bench, given) == set()
+    assert refusals(bench, given) == {}
+
+
+def test_a_refusal_is_an_error_that_names_its_engine(bench: Bench) -> None:
+    found = refusals(bench, ("--attn-cp-size 2 --tp 2", "--tp 2", "", ""))
+    finding = found["DOC-TAIL-CP"]
+    assert finding.severity == "error"
+    assert finding.message.startswith("prefill: prefill captures hidden states and has")
+    assert finding.consequence.endswith("prefill refuses to start")
+    assert finding.fix.startswith("run prefill without context parallelism")
+
+
+def test_the_targets_config_is_read(bench: Bench) -> None:
+    model = bench.model("other", {**QWEN, "architectures": ["OtherForCausalLM"]})
+    env = f"{TAIL}=31 {CAPTURE} SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
+    prefill = command(model, "prefill", "--pp-size 2", env=env)
+    decode = command(model, "decode", dspark(bench, SLIDING, "swa"), env=f"{TAIL}=31")
+    assert "DOC-TAIL-STAGES" in bench.codes(prefill, decode)
+
+
+def test_a_running_engine_was_not_refused(bench: Bench, run: Run) -> None:
+    told = {"mode": "tail", "version": 2}
+    info = {
+        "dcp_size": 2,
+        "model_path": bench.model("qwen", QWEN),
+        "version": "0.5.23",
+        "internal_states": [{"peer_description": told}],
+    }
+    saved = bench.file("info.json", json.dumps(info))
+    outcome = run("doctor", "--prefill", saved, "--decode", saved)
+    codes = [finding["code"] for finding in outcome.data["findings"]]
+    assert codes and "DOC-TAIL-DCP" not in codes
 
 
 def test_all_that_the_table_asks_for_is_read() -> None:
-    table = tail.load_refusals()
+    table = load("handoff_refusals")
     assert set(table.ARGUMENTS) <= set(FIELDS)
     assert set(table.VARIABLES) <= set(VARIABLES)
 
 
 def test_every_refusal_has_an_explanation(run: Run) -> None:
-    for refusal in tail.load_refusals().REFUSALS:
-        (lines,) = run("explain", refusal.code).data["explained"]
-        assert refusal.says in "".join(lines)
+    for refusal in load("handoff_refusals").REFUSALS:
+        for code in (refusal.code, f"DOC-{refusal.code}"):
+            (lines,) = run("explain", code).data["explained"]
+            assert refusal.says in "".join(lines)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dspark_pd.doctor.agreement import load
 from dspark_pd.doctor.checks import CHECKS
 from dspark_pd.doctor.remarks import REMARKS
-from dspark_pd.messages.error_catalogue import catalogue
+from dspark_pd.doctor.tables import load
+from dspark_pd.messages.errors import catalogue
 from dspark_pd.patchset.patch_set import load_patch_set
 from outcome import Run
 

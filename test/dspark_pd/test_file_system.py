@@ -134,15 +134,6 @@ def _give_away(folder: Path, user: int) -> None:
         os.chown(path, user, user)
 
 
-def test_a_failed_read_is_a_file_system_error(
-    run: Run, site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        _break(patch, "fsync", 1, errno.EIO, ever=False)
-        outcome = run("apply", "--target", site)
-    assert (outcome.code, outcome.codes) == (6, ["F503"])
-
-
 def test_a_second_writer_is_refused(run: Run, site: Path) -> None:
     handle = os.open(site / "sglang", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)

@@ -21,8 +21,9 @@ from dspark_pd.messages import exit_codes
 from dspark_pd.patchset.fields import MAX_INSERTED_LINES
 from dspark_pd.patchset.patch_set import load_patch_set
 from dspark_pd.planning.plan import Plan
+from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import find_target
-from dspark_pd.verbs.context import look_again
+from dspark_pd.verbs.context import Context
 
 pytestmark = pytest.mark.release
 
@@ -55,7 +56,7 @@ def tree_hash(folder: Path) -> str:
 
 
 def _plan(site: Path) -> Plan:
-    return look_again(PATCH_SET, find_target(str(site))).plan(PATCH_SET.components)
+    return Context(PATCH_SET, Survey(find_target(str(site)))).plan(PATCH_SET.components)
 
 
 def test_the_set_goes_on_and_comes_off(
@@ -123,7 +124,7 @@ def test_hunks_stay_small(site: Path) -> None:
 
 def test_the_release_is_as_it_was_published(site: Path) -> None:
     """Else a golden would say something about somebody's edit."""
-    context = look_again(PATCH_SET, find_target(str(site)))
+    context = Context(PATCH_SET, Survey(find_target(str(site))))
     touched = [path for path, file in _plan(site).files.items() if file.original]
     assert touched
     assert context.survey.foreign_originals(touched) == []

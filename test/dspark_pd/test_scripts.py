@@ -18,7 +18,7 @@ from dspark_pd.bed.specs import to_argv
 from dspark_pd.cli import main
 from dspark_pd.doctor import sglang_parser
 from dspark_pd.doctor.arguments import parse
-from dspark_pd.doctor.fields import FIELDS
+from dspark_pd.doctor.fields import FIELDS, settled
 
 pytestmark = pytest.mark.unit
 
@@ -143,7 +143,7 @@ def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
     for argv, found in zip(lines, accepted, strict=False):
         assert found["unknown"] == [], argv
         known = parse(argv, tmp_path)[0]
-        theirs = {k: v for k, v in found["args"].items() if k in FIELDS}
+        theirs = {k: settled(k, v) for k, v in found["args"].items() if k in FIELDS}
         # SGLang's parser leaves out what is its default.
         assert theirs.items() <= known.items(), argv
     for role, found in zip(gpu, accepted, strict=False):

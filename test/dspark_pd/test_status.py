@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
-from dspark_pd.patchset.ranges import ReleaseRange
+from dspark_pd.patchset.lists import ReleaseRange
 from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
@@ -138,14 +138,6 @@ def test_an_older_release_than_the_hunk_is_not_applicable(
     assert states(outcome)["devices.accept-named"] == "not applicable"
     rows = {row["id"]: row["detail"] for row in outcome.data["hunks"]}
     assert rows["devices.accept-named"] == "from 1.2.0"
-
-
-def test_an_unknown_release_is_tried_by_structure(run: Run, site: Path) -> None:
-    fake_sglang.install(site, "1.3.0")
-    outcome = run("status", "--target", site)
-    assert (outcome.code, outcome.codes) == (3, ["T103"])
-    assert "the one hunk fits" in outcome.document["errors"][0]["found"]
-    assert run("apply", "--target", site, "--assume-version", "1.2.0").code == 0
 
 
 def test_diff_shows_what_is_pending(run: Run, site: Path) -> None:

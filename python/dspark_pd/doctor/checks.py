@@ -17,15 +17,10 @@ from dspark_pd.doctor.releases import released, served_by, serves
 
 
 @dataclass(frozen=True)
-class Check:
-    """``applies`` gets (prefill, decode)."""
+class Check(Finding):
+    """A finding and when it is one: ``applies`` gets (prefill, decode)."""
 
-    code: str
-    severity: str
     applies: Callable[[Engine, Engine], Any]
-    message: str
-    consequence: str
-    fix: str
 
 
 def _wrong_role(engine: Engine) -> bool:
@@ -61,7 +56,7 @@ def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
     return (
         prefill.args.get("hicache_storage_backend") == "file"
         and prefill.environ is not None
-        and not prefill.env(HICACHE_FOLDER)
+        and not prefill.environ.get(HICACHE_FOLDER)
     )
 
 
@@ -75,127 +70,120 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "DOC-ROLE",
         ERROR,
-        lambda p, d: _wrong_role(p) or _wrong_role(d),
         "the engine given as --prefill runs with {prefill_mode}, the one given as "
         "--decode with {decode_mode}",
         "requests would find no peer",
         "swap the two if they are the wrong way round, or start them with --disaggregation-mode prefill and decode",
+        lambda p, d: _wrong_role(p) or _wrong_role(d),
     ),
     Check(
         "DOC-RELEASE",
         WARNING,
-        lambda p, d: p.release and d.release and p.release != d.release,
         "the engines run different releases of SGLang",
         "the transfer protocol is kept compatible within a release only",
         "run the same release on both",
+        lambda p, d: p.release and d.release and p.release != d.release,
     ),
     Check(
         "DOC-CHECKSUM",
         WARNING,
-        lambda p, d: p.mode != "tail" and _checksum_on_one(p, d),
         "the KV checksum is enabled on one engine only",
         "transferred KV is not verified",
         "give --disaggregation-enable-kv-checksum to both or to none",
+        lambda p, d: p.mode != "tail" and _checksum_on_one(p, d),
     ),
     Check(
         "DOC-CHECKSUM-TAIL",
         ERROR,
-        lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
         "the KV checksum is enabled on one engine only, and prefill hands over a tail",
         "metadata buffers pair by position and no longer line up",
         "give --disaggregation-enable-kv-checksum to both or to none",
+        lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
     ),
     Check(
         "DOC-DTYPE",
         ERROR,
-        _dtypes_differ,
         "the engines compute in different dtypes",
         "KV (and hidden states) of one cannot be read by the other",
         "give both the same --dtype",
+        _dtypes_differ,
     ),
     Check(
         "DOC-TAIL-RELEASE",
         ERROR,
-        lambda p, d: p.mode == "tail" and (_no_handoff_for(p) or _no_handoff_for(d)),
         "prefill is to capture a tail, but an engine's release cannot hand one over",
         "the variables of the tail are ignored there and the draft starts cold",
         f"run SGLang {served_by('handoff')} with the component handoff on both, or run "
         "DSPARK on prefill",
+        lambda p, d: p.mode == "tail" and (_no_handoff_for(p) or _no_handoff_for(d)),
     ),
     Check(
         "DOC-DECODE-STAGES",
         ERROR,
-        lambda p, d: d.drafts and d.size("pp_size") > 1,
         "decode runs DSPARK with pipeline stages",
         "SGLang refuses to start it",
         "run decode with --pp-size 1; prefill may keep its stages",
+        lambda p, d: d.drafts and d.size("pp_size") > 1,
     ),
     Check(
         "DOC-DP-LM-HEAD",
         ERROR,
-        lambda p, d: any(_drafts_without_head(e) for e in (p, d)),
         "an engine runs DSPARK with data-parallel attention and without its LM head",
         "SGLang refuses to start it",
         "add --enable-dp-lm-head",
-    ),
-    Check(
-        "DOC-DECODE-HICACHE",
-        ERROR,
-        lambda p, d: (
-            # One that was told to expect it refuses to start: see the tail's table.
-            p.mode == "tail" != d.mode and d.has("enable_hierarchical_cache")
-        ),
-        "decode has a hierarchical cache and takes a tail",
-        "a prefix restored from host memory has no draft KV",
-        "disable --enable-hierarchical-cache on decode, or run DSPARK on prefill",
+        lambda p, d: any(_drafts_without_head(e) for e in (p, d)),
     ),
     Check(
         "DOC-DECODE-HISPARSE",
         ERROR,
-        lambda p, d: d.drafts and d.has("enable_hisparse"),
         "decode runs DSPARK with HiSparse",
         "its staged batches cannot carry DSPARK's draft input",
         "run decode without --enable-hisparse",
+        lambda p, d: d.drafts and d.has("enable_hisparse"),
     ),
     Check(
         "DOC-TAIL-RADIX",
         NOTE,
-        lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
         "prefill reuses prefixes and captures a tail",
         "matches end before the tail, so each hit recomputes that many tokens",
         "nothing to do",
+        lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
     ),
     Check(
         "DOC-HICACHE-FOLDER",
         WARNING,
-        _file_backend_without_folder,
         "prefill stores KV in files but no folder is set",
         "all engines of this machine share the default folder",
         f"set {HICACHE_FOLDER} on prefill",
+        _file_backend_without_folder,
     ),
     Check(
         "DOC-HICACHE-LAYOUT",
         ERROR,
-        lambda p, d: (
-            p.args.get("hicache_mem_layout") == "page_first_direct"
-            and p.args.get("hicache_io_backend") not in (None, "direct")
-        ),
         "prefill's hierarchical cache has a layout its I/O backend cannot copy",
         "prefill fails at start or falls back to another layout",
         "use --hicache-io-backend direct with page_first_direct",
+        (
+            lambda p, d: (
+                p.args.get("hicache_mem_layout") == "page_first_direct"
+                and p.args.get("hicache_io_backend") not in (None, "direct")
+            )
+        ),
     ),
     Check(
         "DOC-HICACHE-COLD",
         WARNING,
-        lambda p, d: (
-            p.has("enable_hierarchical_cache")
-            and d.drafts
-            and not p.drafts
-            and p.mode == "none"
-        ),
         "prefill caches target KV only",
         "prefixes stored now have no draft KV, also after DSPARK is enabled on prefill",
         "empty the cache when DSPARK is enabled on prefill",
+        (
+            lambda p, d: (
+                p.has("enable_hierarchical_cache")
+                and d.drafts
+                and not p.drafts
+                and p.mode == "none"
+            )
+        ),
     ),
 )
 
@@ -203,14 +191,5 @@ CHECKS: Final[tuple[Check, ...]] = (
 def check_findings(prefill: Engine, decode: Engine) -> list[Finding]:
     """Findings of all checks that apply."""
     modes = {"prefill_mode": _runs_as(prefill), "decode_mode": _runs_as(decode)}
-    return [
-        Finding(
-            check.code,
-            check.severity,
-            check.message.format(**modes),
-            check.consequence,
-            check.fix,
-        )
-        for check in CHECKS
-        if check.applies(prefill, decode)
-    ]
+    found = (check for check in CHECKS if check.applies(prefill, decode))
+    return [check.filled(**modes) for check in found]

@@ -16,13 +16,18 @@ SEVERITIES: Final = (ERROR, WARNING, NOTE)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing to know about a pair of engines."""
+    """One thing to know about a pair of engines; in a table, with fields to fill in."""
 
     code: str
     severity: str
     message: str
     consequence: str
     fix: str
+
+    def filled(self, **fields: object) -> Finding:
+        """Return the finding that this row of a table is, as in ``str.format``."""
+        texts = (self.message, self.consequence, self.fix)
+        return Finding(self.code, self.severity, *(t.format(**fields) for t in texts))
 
     def as_dict(self) -> dict[str, str]:
         return dataclasses.asdict(self)
@@ -72,10 +77,6 @@ class Engine:
     @property
     def drafts(self) -> bool:
         return bool(self.args.get("speculative_algorithm") == "DSPARK")
-
-    def env(self, name: str) -> str:
-        """A variable of its environment; empty when unset or unknown."""
-        return (self.environ or {}).get(name, "")
 
     def has(self, name: str) -> bool:
         """True when a flag is given and not off."""

@@ -83,28 +83,21 @@ NEIGHBOURS: Final = (
     "moe_dp_size",
     "speculative_dflash_block_size",
 )
-CAPTURE: Final = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE"
-LAYER_IDS: Final = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
-TAIL_TOKENS: Final = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
-ALLOW_PARTIAL_CONTEXT: Final = "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT"
-ALLOW_COLD_DRAFT: Final = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
-PEER_DRAFT_TOKENS: Final = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 VARIABLES: Final[dict[str, Kind]] = {
-    CAPTURE: "switch",
-    LAYER_IDS: "text",
-    TAIL_TOKENS: "int",
-    ALLOW_PARTIAL_CONTEXT: "switch",
-    ALLOW_COLD_DRAFT: "switch",
-    PEER_DRAFT_TOKENS: "int",
+    "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "switch",
+    "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": "text",
+    "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "int",
+    "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "switch",
+    "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "switch",
+    "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "int",
     HICACHE_FOLDER: "text",
     "SGLANG_PP_LAYER_PARTITION": "text",
     # Not "switch": SGLang starts with any value of it.
     "SGLANG_MOONCAKE_SEND_AUX_TCP": "text",
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "text",
 }
-ON: Final = ("1", "true", "yes", "y")
-_ON_OR_OFF: Final = (*ON, "0", "false", "no", "n")
+_ON_OR_OFF: Final = ("1", "true", "yes", "y", "0", "false", "no", "n")
 _OURS: Final = "SGLANG_DSPARK_"
 _ALIKE: Final = 0.86
 
@@ -141,10 +134,13 @@ def flag_of(name: str) -> str:
 
 
 def settled(name: str, value: Any) -> Any:
-    """Return a value as SGLang reads it: a number where one is asked for."""
-    text = value.strip() if isinstance(value, str) else ""
-    number = FIELDS.get(name) == "int" and re.fullmatch(r"-?\d+", text)
-    return int(text) if number else value
+    """Return a value as SGLang reads it: numbers as such, an algorithm in any case."""
+    if not isinstance(value, str):
+        return value
+    if name == "speculative_algorithm":
+        return value.upper() or None
+    number = FIELDS.get(name) == "int" and re.fullmatch(r"-?\d+", value.strip())
+    return int(value) if number else value
 
 
 def wanted(name: str, value: Any) -> str | None:

@@ -9,8 +9,7 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
-from dspark_pd.patchset.components import load_components
-from dspark_pd.patchset.lists import load_modules, load_releases
+from dspark_pd.patchset.lists import load_components, load_modules, load_releases
 from dspark_pd.patchset.patch_set import default_overlay
 
 

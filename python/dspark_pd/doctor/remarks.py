@@ -1,49 +1,36 @@
 """What the doctor says about reading an engine, before anything is compared.
 
-Each remark is data like ``checks.CHECKS``, with fields in its sentences; the page on
-agreement lists both.
+Each remark is a finding with fields in its sentences; the page on agreement lists them
+with ``checks.CHECKS``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from dspark_pd.doctor.engine import ERROR, WARNING, Finding
-
-
-@dataclass(frozen=True)
-class Remark:
-    """The texts are templates for ``str.format``."""
-
-    code: str
-    severity: str
-    message: str
-    consequence: str
-    fix: str
-
 
 _MODELS_NOT_COMPARED: Final = "models, drafts and DeepSeek-V4 rings are not compared"
 _NO_AGREEMENT: Final = (
     "engines that disagree hang or draft cold instead of refusing each other"
 )
 
-REMARKS: Final[dict[str, Remark]] = {
-    "misspelt": Remark(
+REMARKS: Final[dict[str, Finding]] = {
+    "misspelt": Finding(
         "DOC-ARGS",
         WARNING,
         "{role}: {shown} is unknown to dspark-pd; {meant} may be meant",
         "SGLang refuses unknown flags and ignores unknown variables",
         "correct the spelling",
     ),
-    "malformed": Remark(
+    "malformed": Finding(
         "DOC-VALUE",
         ERROR,
         "{role}: {name} is {shown}, not {wanted}",
         "SGLang refuses to start with it; the pair is not compared",
         "correct the value",
     ),
-    "block size": Remark(
+    "block size": Finding(
         "DOC-BLOCK-SIZE",
         ERROR,
         "{role}: --speculative-num-draft-tokens is {tokens} and "
@@ -51,49 +38,49 @@ REMARKS: Final[dict[str, Remark]] = {
         "SGLang asks for draft tokens = block size + 1 and refuses to start",
         "give one of the two",
     ),
-    "config": Remark(
+    "config": Finding(
         "DOC-CONFIG",
         WARNING,
         "the config of {role}'s model {model} cannot be read on this machine",
         _MODELS_NOT_COMPARED,
         "run the doctor where the model lies",
     ),
-    "no model": Remark(
+    "no model": Finding(
         "DOC-CONFIG",
         WARNING,
         "{role}: {source} names no --model-path",
         _MODELS_NOT_COMPARED,
         "name the model where the engine is started",
     ),
-    "damaged": Remark(
+    "damaged": Finding(
         "DOC-CONFIG",
         WARNING,
         "the config of {role}'s model, or of its draft, cannot be understood: {detail}",
         "the engines are compared by their flags alone",
         "repair the config.json of the model or of its draft",
     ),
-    "bootstrap": Remark(
+    "bootstrap": Finding(
         "DOC-BOOTSTRAP",
         WARNING,
         "prefill's bootstrap server at {place} does not answer: {detail}",
         "decodes cannot reach this prefill, or it is behind another address",
         "open the port given by --disaggregation-bootstrap-port",
     ),
-    "no bootstrap": Remark(
+    "no bootstrap": Finding(
         "DOC-BOOTSTRAP",
         WARNING,
         "prefill at {source} names no bootstrap port",
         "whether it describes itself to its peers is not known",
         "start it with --disaggregation-mode prefill",
     ),
-    "unpatched": Remark(
+    "unpatched": Finding(
         "DOC-UNPATCHED",
         WARNING,
         "{role} does not describe itself to its peers",
         _NO_AGREEMENT,
         "apply sglang-dspark-pd to it and restart it",
     ),
-    "no agreement": Remark(
+    "no agreement": Finding(
         "DOC-UNPATCHED",
         WARNING,
         "{role} runs SGLang {release}, on which engines do not describe themselves, "
@@ -106,6 +93,4 @@ REMARKS: Final[dict[str, Remark]] = {
 
 def remark(name: str, /, **fields: object) -> Finding:
     """Return the finding of a remark with its fields filled in."""
-    row = REMARKS[name]
-    texts = (row.message, row.consequence, row.fix)
-    return Finding(row.code, row.severity, *(text.format(**fields) for text in texts))
+    return REMARKS[name].filled(**fields)

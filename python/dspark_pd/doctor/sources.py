@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from packaging.version import Version
 
 from dspark_pd.doctor import arguments, servers
-from dspark_pd.doctor.agreement import load
 from dspark_pd.doctor.engine import Engine
 from dspark_pd.doctor.fields import (
     FIELDS,
@@ -29,6 +28,7 @@ from dspark_pd.doctor.fields import (
 )
 from dspark_pd.doctor.releases import released, served_by, serves
 from dspark_pd.doctor.remarks import remark
+from dspark_pd.doctor.tables import load
 from dspark_pd.messages.errors import refuse
 
 _ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?$")
@@ -206,7 +206,7 @@ def _note_spelling(engine: Engine, unknown: list[Any]) -> None:
 
 
 def _settle(engine: Engine) -> None:
-    """Turn numbers into numbers; name what SGLang could not start with."""
+    """Read values as SGLang does; name what SGLang could not start with."""
     for values, kinds in ((engine.args, FIELDS), (engine.environ or {}, VARIABLES)):
         for name in [name for name in kinds if name in values]:
             missing = wanted(name, values[name])
@@ -225,9 +225,6 @@ def _settle(engine: Engine) -> None:
 def resolve(engine: Engine) -> None:
     """Give arguments the values that SGLang's start gives them."""
     args = engine.args
-    algorithm = args.get("speculative_algorithm")
-    if isinstance(algorithm, str):
-        args["speculative_algorithm"] = algorithm.upper() or None
     block = args.get("speculative_dspark_block_size")
     if not engine.drafts or block is None:
         return

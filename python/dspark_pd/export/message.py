@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dspark_pd.patchset.components import Component
 from dspark_pd.patchset.hunk import Hunk
-from dspark_pd.patchset.lists import Module
+from dspark_pd.patchset.lists import Component, Module
 
 
 def compose(

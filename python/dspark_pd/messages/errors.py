@@ -1,4 +1,4 @@
-"""Problems and how they travel.
+"""Problems, their wording in ``error_catalogue.yml``, and how they travel.
 
 Functions that can judge several things return a list of ``Problem``; functions that
 cannot go on raise ``Refused`` with all the problems they know of. The CLI alone turns
@@ -12,12 +12,43 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
-from dspark_pd.messages.error_catalogue import PARTS, ErrorKind, catalogue
+import yaml
 
+from dspark_pd.messages import exit_codes
+
+PARTS: Final = ("title", "expected", "found", "cause", "next")
+"""What every error says: what is wrong, what was wanted, what is there, why, what now."""
 _ON_TARGET = re.compile(r"dspark-pd (status|diff|apply|revert)\b(?! --target)")
+
+
+@dataclass(frozen=True)
+class ErrorKind:
+    """One error: templates for ``str.format`` and the values of their preview."""
+
+    code: str
+    exit_code: int
+    title: str
+    expected: str
+    found: str
+    cause: str
+    next: str
+    example: dict[str, Any]
+
+
+@cache
+def catalogue() -> dict[str, ErrorKind]:
+    """Return all errors by code; read only when there is one to report."""
+    path = Path(__file__).with_name("error_catalogue.yml")
+    documents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    kinds = {}
+    for code, item in documents.items():
+        exit_code = getattr(exit_codes, item.pop("exit"))
+        kinds[code] = ErrorKind(code=code, exit_code=exit_code, **item)
+    return kinds
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from dspark_pd.patchset.components import current_name
-
 KINDS: Final = ("wire", "seam", "gate", "fix")
 MAX_MESSAGE_COLUMNS: Final = 80
 MAX_NOTE_LINES: Final = 6
@@ -26,6 +24,7 @@ _Table = dict[str, tuple[bool, str, _Test]]
 
 _ID = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9]*(-[a-z0-9]+)+(@\d+\.\d+\.\d+)?")
 _URL = re.compile(r"https://github\.com/\S+")
+_FORWARDED = re.compile(rf"no|not-needed: \S.*|{_URL.pattern}|merged:\d+\.\d+\.\d+")
 _REVIEW = re.compile(r"https://\S+")
 _DOTTED = re.compile(r"sglang(\.[A-Za-z_]\w*){2,}")
 _TEST_ID = re.compile(r"test/[\w/]+\.py(::\w+){1,2}")
@@ -42,7 +41,7 @@ def wrong_fields(data: object, components: Iterable[str]) -> Iterator[WrongField
     if isinstance(metadata, dict):
         yield from _walk(metadata, _METADATA, "metadata.")
         component = metadata.get("component")
-        if component is not None and current_name(str(component)) not in components:
+        if component is not None and str(component) not in components:
             wanted = f"one of {', '.join(components)}"
             yield "metadata.component", wanted, repr(component)
 
@@ -81,19 +80,6 @@ def _ranges(value: Any) -> bool:
         return False
 
 
-def _reasoned(value: Any) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"not-needed: \S.*", value))
-
-
-def _forwarded(value: Any) -> bool:
-    return (
-        value == "no"
-        or _reasoned(value)
-        or _matches(_URL)(value)
-        or _matches(re.compile(r"merged:\d+\.\d+\.\d+"))(value)
-    )
-
-
 DECIDABLE: Final = ("release", "symbol", "match")
 """Drop conditions that a program can decide; ``review`` names what a person reads."""
 _DROP_TESTS: Final[dict[str, _Test]] = {
@@ -111,10 +97,6 @@ def _drop_when(value: Any) -> bool:
     return kind in _DROP_TESTS and _DROP_TESTS[kind](argument)
 
 
-def _fix(value: Any) -> bool:
-    return _text(value)
-
-
 _TOP: Final[_Table] = {
     "id": (True, "<area>.<verb>-<object>, with @X.Y.Z on a variant", _matches(_ID)),
     "language": (True, "python", lambda value: value == "python"),
@@ -124,10 +106,7 @@ _TOP: Final[_Table] = {
     "severity": (True, "hint", lambda value: value == "hint"),
     "metadata": (True, "a mapping", lambda value: isinstance(value, dict)),
     "rule": (True, "an ast-grep rule", lambda value: isinstance(value, dict)),
-    "constraints": (False, "a mapping", lambda value: isinstance(value, dict)),
-    "utils": (False, "a mapping", lambda value: isinstance(value, dict)),
-    "transform": (False, "a mapping", lambda value: isinstance(value, dict)),
-    "fix": (True, "the matched text with our lines", _fix),
+    "fix": (True, "the matched text with our lines", _text),
 }
 
 _METADATA: Final[_Table] = {
@@ -138,7 +117,7 @@ _METADATA: Final[_Table] = {
     "forwarded": (
         True,
         '"no", "not-needed: reason", "merged:X.Y.Z" or a URL',
-        _forwarded,
+        _matches(_FORWARDED),
     ),
     "drop_when": (
         True,
@@ -147,5 +126,4 @@ _METADATA: Final[_Table] = {
     ),
     "calls": (False, "sglang.<module>.<function> of the overlay", _matches(_DOTTED)),
     "proved_by": (True, "test/<file>.py::<class>::<test>", _matches(_TEST_ID)),
-    "replaces": (False, "the reason to change SGLang's own text", _text),
 }

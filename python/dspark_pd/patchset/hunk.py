@@ -17,13 +17,11 @@ from typing import Any, Final
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
-from dspark_pd.patchset.components import current_name
 from dspark_pd.patchset.fields import wrong_fields
-from dspark_pd.patchset.ranges import ReleaseRange
+from dspark_pd.patchset.lists import ReleaseRange
 from dspark_pd.patchset.yaml_documents import Document, load_documents
 
 HUNK_SUFFIX: Final = ".hunks.yml"
-_RULE_KEYS: Final = ("rule", "constraints", "utils", "transform", "fix")
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,11 @@ class Hunk:
 
     @property
     def component(self) -> str:
-        return current_name(str(self.metadata["component"]))
+        return str(self.metadata["component"])
 
     @property
     def expect(self) -> int:
         return int(self.metadata.get("expect", 1))
-
-    @property
-    def replaces(self) -> str | None:
-        """The reason to change upstream text; None for a pure insertion."""
-        return self.metadata.get("replaces")
 
     @property
     def drop_when(self) -> tuple[str, str]:
@@ -84,18 +77,15 @@ class Hunk:
         return ReleaseRange(str(self.metadata["releases"]))
 
     def serves(self, release: Version) -> bool:
-        return self.releases.contains(release, prereleases=True)
+        return self.releases.serves(release)
 
     def as_rule(self) -> str:
         """Return what ast-grep needs of the document, as one YAML document.
 
         JSON is a subset of YAML.
         """
-        rule: dict[str, Any] = {
-            key: self.data[key] for key in _RULE_KEYS if key in self.data
-        }
-        head = {"id": self.id, "language": "python", "severity": "hint"}
-        return json.dumps({**head, **rule})
+        keys = ("id", "language", "severity", "rule", "fix")
+        return json.dumps({key: self.data[key] for key in keys})
 
 
 def load_hunk_file(path: Path, overlay: Path, components: Iterable[str]) -> list[Hunk]:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dspark_pd.messages.errors import Problem
-from dspark_pd.patchset.components import with_needs
 from dspark_pd.patchset.fields import MAX_INSERTED_LINES
 from dspark_pd.patchset.hunk import Hunk
-from dspark_pd.patchset.lists import MODULES_FILE, Module
+from dspark_pd.patchset.lists import MODULES_FILE, Module, with_needs
 from dspark_pd.patchset.patch_set import PatchSet, contradiction
 from dspark_pd.patchset.python_source import defines, imported, module_name
 
@@ -48,19 +47,23 @@ def _module_problems(patch_set: PatchSet) -> Iterator[Problem]:
         yield contradiction(path, f"an entry in {MODULES_FILE}", "none")
 
 
-def _reach_problems(patch_set: PatchSet) -> Iterator[Problem]:
-    """Every module is called by a hunk, imported by another one or registered."""
+def _users(patch_set: PatchSet) -> Iterator[tuple[str, Module | Hunk, list[Module]]]:
+    """Yield each module and hunk with the modules of ours that it imports."""
     by_name = {module_name(module.path): module for module in patch_set.modules}
-    reached = {module.path for module in patch_set.modules if module.reached_by}
     for module in patch_set.modules:
         if (patch_set.overlay / module.path).is_file():
-            found = imported(patch_set.source(module), by_name)
-            reached |= {other.path for other in found if other is not module}
+            yield module.path, module, imported(patch_set.source(module), by_name)
     for hunk in patch_set.hunks:
         text = hunk.data["fix"]
-        reached |= {m.path for name, m in by_name.items() if f"{name} import" in text}
-        caller = str(hunk.metadata.get("calls", "")).rpartition(".")[0]
-        reached |= {by_name[caller].path} if caller in by_name else set()
+        found = [m for name, m in by_name.items() if f"{name} import" in text]
+        yield hunk.id, hunk, found
+
+
+def _reach_problems(patch_set: PatchSet) -> Iterator[Problem]:
+    """Every module is called by a hunk, imported by another one or registered."""
+    reached = {module.path for module in patch_set.modules if module.reached_by}
+    for _, user, used in _users(patch_set):
+        reached |= {module.path for module in used if module is not user}
     for module in patch_set.modules:
         if module.path not in reached:
             wanted = "a hunk that calls it, a module that imports it, or reached_by"
@@ -70,17 +73,7 @@ def _reach_problems(patch_set: PatchSet) -> Iterator[Problem]:
 def _need_problems(patch_set: PatchSet) -> Iterator[Problem]:
     """What a module or hunk imports is in its component or in one that it needs, and
     serves every release that it serves."""
-    by_name = {module_name(module.path): module for module in patch_set.modules}
-    users: list[tuple[str, Module | Hunk, list[Module]]] = [
-        (module.path, module, imported(patch_set.source(module), by_name))
-        for module in patch_set.modules
-        if (patch_set.overlay / module.path).is_file()
-    ]
-    for hunk in patch_set.hunks:
-        text = hunk.data["fix"]
-        found = [m for name, m in by_name.items() if f"{name} import" in text]
-        users.append((hunk.id, hunk, found))
-    for name, user, used in users:
+    for name, user, used in _users(patch_set):
         allowed = with_needs(patch_set.components, [user.component])
         for module in used:
             if module.component not in allowed:

@@ -1,24 +1,55 @@
-"""The two lists of the overlay: our modules and the releases they were proved on."""
+"""The lists of the overlay: components, our modules, the releases they were proved on.
+
+``components.yml`` names components in the order in which they build on each other: one
+needs only such as stand before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dspark_pd.messages.errors import refuse
-from dspark_pd.patchset.components import Components, current_name
-from dspark_pd.patchset.ranges import ReleaseRange
 from dspark_pd.patchset.yaml_documents import load_documents
 
+COMPONENTS_FILE: Final = "components.yml"
 MODULES_FILE: Final = "overlay.yml"
 RELEASES_FILE: Final = "releases.yml"
-_REQUIRED: Final = ("path", "component", "releases", "what")
-_OPTIONAL: Final = ("reached_by",)
+ON_REQUEST: Final = ("cpu",)
+"""Components that a command means only where they are named."""
+_FORMER_NAMES: Final = {"handshake": "agreement"}
+"""Former names of components, which records of older versions have."""
+_MALFORMED: Final = (TypeError, ValueError, KeyError, AttributeError)
 _Item = TypeVar("_Item")
+
+
+class ReleaseRange(SpecifierSet):
+    """A PEP 440 range that prints its lower bound first: `>=0.5.16,<0.5.24`."""
+
+    def __str__(self) -> str:
+        bounds = sorted((not spec.operator.startswith(">"), str(spec)) for spec in self)
+        return ",".join(text for _, text in bounds)
+
+    def serves(self, release: Version) -> bool:
+        return self.contains(release, prereleases=True)
+
+
+@dataclass(frozen=True)
+class Component:
+    """``title`` and ``motivation`` are those of its commit in an export."""
+
+    name: str
+    title: str
+    motivation: str
+    needs: tuple[str, ...] = ()
+
+
+Components = Mapping[str, Component]
 
 
 @dataclass(frozen=True)
@@ -36,7 +67,25 @@ class Module:
     reached_by: str | None = None
 
     def serves(self, release: Version) -> bool:
-        return self.releases.contains(release, prereleases=True)
+        return self.releases.serves(release)
+
+
+def load_components(overlay: Path) -> dict[str, Component]:
+    """Return the components by name, in order; refuse with S201 or S202."""
+    path = overlay / COMPONENTS_FILE
+    found: dict[str, Component] = {}
+    for name, item in _document(path, dict).items():
+        try:
+            needs = tuple(item.get("needs", ()))
+            component = Component(name=str(name), **{**item, "needs": needs})
+            texts = isinstance(component.title, str) and component.motivation.strip()
+            if not texts or set(needs) - set(found):
+                raise ValueError(item)
+        except _MALFORMED:
+            wanted = "texts title and motivation, needs that stand before it"
+            _refuse(path, str(name), wanted, item)
+        found[component.name] = component
+    return found
 
 
 def load_modules(overlay: Path, components: Components) -> tuple[Module, ...]:
@@ -44,7 +93,7 @@ def load_modules(overlay: Path, components: Components) -> tuple[Module, ...]:
     wanted = f"path, component ({', '.join(components)}), a release range, what"
 
     def read(item: dict[str, Any]) -> Module:
-        module = _module(item)
+        module = Module(**{**item, "releases": ReleaseRange(item["releases"])})
         if module.component not in components:
             raise ValueError(item)
         return module
@@ -54,42 +103,67 @@ def load_modules(overlay: Path, components: Components) -> tuple[Module, ...]:
 
 def load_releases(overlay: Path) -> tuple[Version, ...]:
     """Return the known releases, oldest first; refuse with S201 or S202."""
-    found = _load(overlay / RELEASES_FILE, Version, "a quoted release")
+    path = overlay / RELEASES_FILE
+    found = _load(path, Version, "a quoted release")
     if not found:
-        _refuse(overlay / RELEASES_FILE, "at least one release", "none")
+        _refuse(path, "an entry", "at least one release", "none")
     return tuple(sorted(found))
 
 
 def _load(path: Path, read: Callable[[Any], _Item], wanted: str) -> list[_Item]:
-    if not path.is_file():
-        _refuse(path, f"a list at {path}", "no file")
-    documents = load_documents(path, path.name)
-    items = documents[0].data if documents else []
-    if not isinstance(items, list):
-        _refuse(path, "a list", type(items).__name__)
     found = []
-    for item in items:
+    for item in _document(path, list):
         try:
             found.append(read(item))
-        except (TypeError, ValueError, KeyError, AttributeError):
-            _refuse(path, wanted, item)
+        except _MALFORMED:
+            _refuse(path, "an entry", wanted, item)
     return found
 
 
-def _module(item: dict[str, Any]) -> Module:
-    unknown = item.keys() - {*_REQUIRED, *_OPTIONAL}
-    missing = set(_REQUIRED) - item.keys()
-    if unknown or missing:
-        raise ValueError(item)
-    return Module(
-        path=item["path"],
-        component=current_name(item["component"]),
-        releases=ReleaseRange(item["releases"]),
-        what=item["what"],
-        reached_by=item.get("reached_by"),
-    )
+def _document(path: Path, kind: type[Any]) -> Any:
+    """Return the one document of a file, which is a list or a mapping."""
+    if not path.is_file():
+        _refuse(path, "the file", f"a {kind.__name__} at {path}", "no file")
+    documents = load_documents(path, path.name)
+    items = documents[0].data if documents else kind()
+    if not isinstance(items, kind):
+        _refuse(path, "the file", f"a {kind.__name__}", type(items).__name__)
+    return items
 
 
-def _refuse(path: Path, wanted: str, value: object) -> NoReturn:
-    fields = {"id": "an entry", "field": "entry", "wanted": wanted, "value": value}
+def _refuse(path: Path, name: str, wanted: str, value: object) -> NoReturn:
+    fields = {"id": name, "field": "entry", "wanted": wanted, "value": value}
     refuse("S202", file=path.name, line=1, **fields)
+
+
+def in_order(components: Components, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of ``names`` that are components, in the set's order."""
+    wanted = {_FORMER_NAMES.get(name, name) for name in names}
+    return tuple(name for name in components if name in wanted)
+
+
+def by_default(components: Components) -> tuple[str, ...]:
+    """Return what a command means when no component is named."""
+    return tuple(name for name in components if name not in ON_REQUEST)
+
+
+def with_needs(components: Components, names: Iterable[str]) -> tuple[str, ...]:
+    """Return ``names`` and all that they need, in the set's order."""
+    wanted = set(in_order(components, names))
+    # Needs stand in front, so one walk from the back finds the needs of needs.
+    for name in reversed(list(components)):
+        if name in wanted:
+            wanted |= set(components[name].needs)
+    return in_order(components, wanted)
+
+
+def without(
+    components: Components, names: Iterable[str], gone: Iterable[str]
+) -> tuple[str, ...]:
+    """Return what of ``names`` can stay when ``gone`` go: those that need none of them."""
+    off = set(gone)
+    return tuple(
+        name
+        for name in in_order(components, names)
+        if not off & set(with_needs(components, [name]))
+    )

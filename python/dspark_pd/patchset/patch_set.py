@@ -15,9 +15,14 @@ from pathlib import Path
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused
-from dspark_pd.patchset.components import Components, load_components
 from dspark_pd.patchset.hunk import HUNK_SUFFIX, Hunk, load_hunk_file
-from dspark_pd.patchset.lists import Module, load_modules, load_releases
+from dspark_pd.patchset.lists import (
+    Components,
+    Module,
+    load_components,
+    load_modules,
+    load_releases,
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,19 @@ class PatchSet:
 
     @cached_property
     def identities(self) -> dict[str, tuple[Hunk, ...]]:
-        """Variants by identity, in the order of their files."""
+        """Variants by identity, those of the newest releases first."""
         groups: dict[str, list[Hunk]] = {}
         for hunk in self.hunks:
             groups.setdefault(hunk.identity, []).append(hunk)
-        return {identity: tuple(hunks) for identity, hunks in groups.items()}
+        return {
+            identity: tuple(sorted(hunks, key=self._last_served, reverse=True))
+            for identity, hunks in groups.items()
+        }
+
+    def _last_served(self, hunk: Hunk) -> int:
+        return max(
+            (i for i, r in enumerate(self.releases) if hunk.serves(r)), default=-1
+        )
 
     def knows(self, release: Version) -> bool:
         return Version(release.public) in self.releases

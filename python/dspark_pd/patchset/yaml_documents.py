@@ -11,7 +11,20 @@ import yaml
 from dspark_pd.messages.errors import refuse
 
 # libyaml is five times faster; the pure loader gives the same result without it.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """PyYAML keeps the last of two equal keys, so a pasted field would win unseen."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"key {key.value} is given twice"
+                mark = key.start_mark
+                raise yaml.constructor.ConstructorError(None, None, problem, mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,6 @@ def load_documents(path: Path, shown: str) -> list[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
-            _refuse_repeated_keys(node, shown)
             data = loader.construct_document(node)
             documents.append(Document(node.start_mark.line + 1, data))
     except yaml.YAMLError as error:
@@ -43,19 +55,3 @@ def load_documents(path: Path, shown: str) -> list[Document]:
     finally:
         loader.dispose()
     return documents
-
-
-def _refuse_repeated_keys(node: yaml.Node, shown: str) -> None:
-    """PyYAML keeps the last of two equal keys, so a pasted field would win unseen."""
-    if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, value in node.value:
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                detail = f"key {key.value} is given twice"
-                refuse("S201", file=shown, line=line, detail=detail)
-            seen.add(key.value)
-            _refuse_repeated_keys(value, shown)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repeated_keys(item, shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import dspark_pd
@@ -21,14 +22,6 @@ def build(
 ) -> Transaction:
     """Return the transaction after which the target holds exactly ``files`` of ours."""
     settled = survey.settled()
-    old = Ledger(
-        release=survey.ledger.release,
-        components=survey.ledger.components,
-        set_version=survey.ledger.set_version,
-        entries=settled,
-        folders=survey.ledger.folders,
-        unfinished=survey.ledger.unfinished,
-    )
     entries = {
         path: _entry(survey, file, settled.get(path)) for path, file in files.items()
     }
@@ -45,7 +38,7 @@ def build(
     return Transaction(
         root=survey.target.root,
         verb=verb,
-        old=old,
+        old=replace(survey.ledger, entries=settled),
         new=new,
         changes=tuple(_changes(survey, settled, files)),
         originals={

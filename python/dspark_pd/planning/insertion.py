@@ -22,10 +22,9 @@ _REST_OF_LINE = re.compile(rb"[ \t]*(#[^\n]*)?(?=\n|\Z)")
 
 @dataclass(frozen=True)
 class Edit:
-    """Put ``text`` in place of ``[start, end)``; both are equal for an insertion."""
+    """Put ``text`` at an offset; nothing is ever taken out."""
 
-    start: int
-    end: int
+    at: int
     text: str
     hunk_id: str
 
@@ -48,16 +47,13 @@ def normalise(data: bytes) -> tuple[bytes, list[int]]:
     return b"\n".join(lines), offsets
 
 
-def edits_of(match: Match, source: bytes, replaces: bool) -> list[Edit]:
+def edits_of(match: Match, source: bytes) -> list[Edit]:
     """Return what ``match`` adds to ``source`` (LF line ends).
 
-    With ``replaces`` the hunk has declared that it changes upstream text, and its
-    replacement is taken as it is. Raises ``NotAnInsertion`` otherwise.
+    Raises ``NotAnInsertion`` where it changes something.
     """
     old = source[match.start : match.end].decode("utf-8")
     new = match.replacement
-    if replaces:
-        return [Edit(match.start, match.end, new, match.rule_id)]
     around = _lines_around(old, new)
     if around is not None:
         before, after = around
@@ -67,7 +63,7 @@ def edits_of(match: Match, source: bytes, replaces: bool) -> list[Edit]:
         pairs = [(match.start, before), (end, after)]
     else:
         pairs = _text_between(old, new, match.start)
-    return [Edit(at, at, _bare(text), match.rule_id) for at, text in pairs if text]
+    return [Edit(at, _bare(text), match.rule_id) for at, text in pairs if text]
 
 
 def _bare(text: str) -> str:
@@ -83,20 +79,14 @@ def _bare(text: str) -> str:
 def splice(data: bytes, edits: list[Edit], carriage_returns: list[int]) -> bytes:
     """Return ``data`` with ``edits``, whose offsets are those of the LF text.
 
-    Edits at one offset keep their order. Raises ``ValueError`` where two of them
-    replace the same text.
+    Edits at one offset keep their order.
     """
     pieces, done = [], 0
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
-        start, end = (
-            offset + bisect_left(carriage_returns, offset)
-            for offset in (edit.start, edit.end)
-        )
-        if start < done:
-            raise ValueError(edit.hunk_id)
+    for edit in sorted(edits, key=lambda edit: edit.at):
+        at = edit.at + bisect_left(carriage_returns, edit.at)
         text = edit.text.replace("\n", "\r\n") if carriage_returns else edit.text
-        pieces += [data[done:start], text.encode("utf-8")]
-        done = end
+        pieces += [data[done:at], text.encode("utf-8")]
+        done = at
     return b"".join([*pieces, data[done:]])
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NoReturn
 
-from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.errors import Problem, Refused, refuse
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.planning.astgrep import Match
 from dspark_pd.planning.insertion import Edit, NotAnInsertion, edits_of
@@ -14,19 +14,11 @@ from dspark_pd.planning.selection import Choice
 _FEW: Final = 3
 
 
-class DoesNotFit(Exception):
-    """An identity cannot be applied; ``problem`` says why."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.code)
-        self.problem = problem
-
-
 def edits_of_choice(choice: Choice, plain: bytes, matches: list[Match]) -> list[Edit]:
-    """Return the edits of the first variant whose count is right, or raise DoesNotFit."""
+    """Return the edits of the first variant whose count is right, or refuse."""
     hunk = choice.hunk
     if names_our_module(hunk, plain):
-        raise DoesNotFit(_no_record(hunk))
+        _refuse_unrecorded(hunk)
     for variant in choice.variants:
         found = [match for match in matches if match.rule_id == variant.id]
         if len(found) == variant.expect:
@@ -34,18 +26,17 @@ def edits_of_choice(choice: Choice, plain: bytes, matches: list[Match]) -> list[
                 e for match in found for e in _edits_of_match(variant, match, plain)
             ]
     found = [match for match in matches if match.rule_id == hunk.id]
-    raise DoesNotFit(_wrong_count(hunk, found))
+    _refuse_count(hunk, found)
 
 
 def _edits_of_match(hunk: Hunk, match: Match, plain: bytes) -> list[Edit]:
     try:
-        edits = edits_of(match, plain, replaces=hunk.replaces is not None)
+        edits = edits_of(match, plain)
     except NotAnInsertion as error:
         change = f"line {match.line}: {error}"
-        fields = {"id": hunk.identity, "file": hunk.target, "change": change}
-        raise DoesNotFit(Problem("H302", fields)) from None
-    if hunk.replaces is None and any(_already_there(edit, plain) for edit in edits):
-        raise DoesNotFit(_no_record(hunk))
+        refuse("H302", id=hunk.identity, file=hunk.target, change=change)
+    if any(_already_there(edit, plain) for edit in edits):
+        _refuse_unrecorded(hunk)
     return edits
 
 
@@ -58,12 +49,12 @@ def names_our_module(hunk: Hunk, plain: bytes) -> bool:
 def _already_there(edit: Edit, plain: bytes) -> bool:
     """Whether the lines to insert stand at their place already, without a record."""
     text = edit.text.encode("utf-8")
-    around = plain[max(0, edit.start - len(text)) : edit.start + len(text)]
+    around = plain[max(0, edit.at - len(text)) : edit.at + len(text)]
     return text.strip() in around and b"\n" in text
 
 
-def _no_record(hunk: Hunk) -> Problem:
-    return unrecorded({hunk.target: [hunk.identity]})
+def _refuse_unrecorded(hunk: Hunk) -> NoReturn:
+    raise Refused([unrecorded({hunk.target: [hunk.identity]})])
 
 
 def unrecorded(places: Mapping[str, list[str]]) -> Problem:
@@ -82,15 +73,13 @@ def _few(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _wrong_count(hunk: Hunk, found: list[Match]) -> Problem:
+def _refuse_count(hunk: Hunk, found: list[Match]) -> NoReturn:
     lines = ", ".join(str(match.line) for match in found)
-    cause = "the file was edited, or this build is not the release it names"
-    fields = {
-        "id": hunk.identity,
-        "file": hunk.target,
-        "wanted": hunk.expect,
-        "count": len(found),
-        "lines": f" (lines {lines})" if lines else "",
-        "cause": cause,
-    }
-    return Problem("H301", fields)
+    refuse(
+        "H301",
+        id=hunk.identity,
+        file=hunk.target,
+        wanted=hunk.expect,
+        count=len(found),
+        lines=f" (lines {lines})" if lines else "",
+    )

@@ -14,18 +14,19 @@ from typing import Literal
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.errors import Problem, Refused
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.patch_set import PatchSet
 from dspark_pd.planning import astgrep
 from dspark_pd.planning.astgrep import Match
-from dspark_pd.planning.conditions import Originals, drop_rule, encoding_problem
 from dspark_pd.planning.insertion import Edit, normalise, splice
-from dspark_pd.planning.matching import DoesNotFit, edits_of_choice, unrecorded
+from dspark_pd.planning.matching import edits_of_choice, unrecorded
 from dspark_pd.planning.selection import (
     Choice,
+    Originals,
     candidates,
     choose,
+    drop_rule,
     judged,
     modules_for,
 )
@@ -85,10 +86,12 @@ def make_plan(
     components = tuple(components)
     serving = candidates(patch_set, release, components)
     found = _search(patch_set, serving, originals)
-    plan = Plan(choices=choose(patch_set, release, serving, originals, found))
-    for choice in plan.choices:
+    plan = Plan()
+    for identity, hunks in serving.items():
+        choice = choose(patch_set, release, identity, hunks, originals, found)
+        plan.choices.append(choice)
         if choice.verdict == "unserved":
-            plan.unfit[choice.identity] = _unserved(choice, release)
+            plan.unfit[identity] = _unserved(choice, release)
     wanted = [choice for choice in plan.choices if choice.verdict == "wanted"]
     _plan_hunks(plan, wanted, release, originals, found)
     for module in modules_for(patch_set, release, components):
@@ -139,7 +142,7 @@ def _search(
     return astgrep.scan(
         astgrep.Search(path, normalise(source)[0], tuple(rules[path]))
         for path, source in sources.items()
-        if source is not None and not encoding_problem(path, source)
+        if source is not None and not _encoding_problem(path, source)
     )
 
 
@@ -155,7 +158,7 @@ def _plan_hunks(
         by_target.setdefault(choice.hunk.target, []).append(choice)
     for path, choices in by_target.items():
         source = originals(path)
-        problem = encoding_problem(path, source)
+        problem = _encoding_problem(path, source)
         if problem:
             plan.problems.append(problem)
         elif source is None:
@@ -179,16 +182,23 @@ def _plan_file(
         try:
             edits += edits_of_choice(choice, plain, matches)
             done.append(choice.identity)
-        except DoesNotFit as error:
-            plan.unfit[choice.identity] = error.problem
-    try:
-        desired = splice(source, edits, carriage_returns)
-    except ValueError as error:
-        plan.problems.append(_overlap(path, plain, edits, str(error)))
-        return
+        except Refused as refused:
+            (plan.unfit[choice.identity],) = refused.problems
     if edits:
-        kept = tuple(sorted(edits, key=lambda edit: edit.start))
+        desired = splice(source, edits, carriage_returns)
+        kept = tuple(sorted(edits, key=lambda edit: edit.at))
         plan.files[path] = PlannedFile(path, "hunk", source, desired, tuple(done), kept)
+
+
+def _encoding_problem(path: str, source: bytes | None) -> Problem | None:
+    """Return H308 if ``source`` cannot be read as ast-grep reads it."""
+    try:
+        (source or b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        detail = f"byte {byte:#x} at offset {error.start}"
+        return Problem("H308", {"file": path, "detail": detail})
+    return None
 
 
 def _unserved(choice: Choice, release: Version) -> Problem:
@@ -205,16 +215,6 @@ def _unserved(choice: Choice, release: Version) -> Problem:
 def _missing(choice: Choice, release: Version) -> Problem:
     fields = {"id": choice.identity, "file": choice.hunk.target, "version": release}
     return Problem("H305", fields)
-
-
-def _overlap(path: str, plain: bytes, edits: list[Edit], hunk_id: str) -> Problem:
-    late = next(edit for edit in edits if edit.hunk_id == hunk_id)
-    other = next(
-        (e for e in edits if e.hunk_id != hunk_id and e.end > late.start), late
-    )
-    line = plain[: late.start].count(b"\n") + 1
-    fields = {"id": hunk_id, "other": other.hunk_id, "file": path, "line": line}
-    return Problem("H303", fields)
 
 
 def _compiles_not(file: PlannedFile) -> Problem | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 TEMPORARY: Final = ".dspark-pd.tmp"
-_CHUNK: Final = 1 << 20
 
 
 def digest(data: bytes) -> str:
@@ -44,8 +43,7 @@ def write_temporary(path: Path, data: bytes, mode: int | None = None) -> Path:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     handle = os.open(temporary, flags, 0o666)
     try:
-        for start in range(0, len(data), _CHUNK):
-            _write_all(handle, data[start : start + _CHUNK])
+        _write_all(handle, data)
         if mode is not None:
             os.fchmod(handle, mode)
         os.fsync(handle)
@@ -87,7 +85,7 @@ def remove_empty_folder(path: Path) -> None:
         os.rmdir(path)
 
 
-def flush_folders(folders: Iterator[Path] | set[Path]) -> None:
+def flush_folders(folders: Iterable[Path]) -> None:
     """Make renames durable; file systems that cannot flush a folder are left alone."""
     for folder in sorted(folders):
         with contextlib.suppress(OSError):

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import subprocess
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
-from dspark_pd.target.release import dist_info
-
-_TIMEOUT_S: Final = 10
+from dspark_pd.target.release import dist_info, git
 
 
 class Provenance:
@@ -30,7 +26,7 @@ class Provenance:
         if self._record:
             line = f"\n{self._root.name}/{path},sha256={_record_digest(data)},"
             return line in self._record
-        blob = self._committed(path)
+        blob = git(self._root, "rev-parse", f"HEAD:./{path}")
         return None if blob is None else blob == _git_digest(data)
 
     @cached_property
@@ -46,17 +42,6 @@ class Provenance:
             return ""
         text = "\n" + record.read_text(encoding="utf-8").replace("\r\n", "\n")
         return text if f"\n{self._root.name}/" in text else ""
-
-    def _committed(self, path: str) -> str | None:
-        """Return the object name that HEAD has for ``path``."""
-        command = ["git", "-C", str(self._root), "rev-parse", f"HEAD:./{path}"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _record_digest(data: bytes) -> str:

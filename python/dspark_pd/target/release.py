@@ -19,13 +19,15 @@ def read_release(root: Path) -> tuple[Version | None, str]:
     The distribution's metadata comes first: it is what an installer replaces. A
     checkout has none beside it and is asked for its generated module, then for its tag.
     """
-    for read in (_from_metadata, _from_generated_module, _from_tag):
-        text, source = read(root)
-        if text is not None:
-            try:
-                return Version(text), source
-            except InvalidVersion:
-                continue
+    for source, read in (
+        ("dist-info", _from_metadata),
+        ("_version.py", _from_generated_module),
+        ("git tag", _from_tag),
+    ):
+        try:
+            return Version(read(root) or ""), source
+        except InvalidVersion:
+            continue
     return None, "not recorded"
 
 
@@ -35,31 +37,34 @@ def dist_info(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _from_metadata(root: Path) -> tuple[str | None, str]:
-    folder = dist_info(root)
-    if folder is None:
-        return None, ""
-    return folder.name.removeprefix("sglang-").removesuffix(".dist-info"), "dist-info"
-
-
-def _from_generated_module(root: Path) -> tuple[str | None, str]:
-    path = root / "_version.py"
-    if not path.is_file():
-        return None, ""
-    found = _ASSIGNED.search(path.read_text(encoding="utf-8", errors="replace"))
-    return (found.group(1) if found else None), "_version.py"
-
-
-def _from_tag(root: Path) -> tuple[str | None, str]:
-    """Only an exact tag counts: a commit after it is no release."""
-    command = ["git", "-C", str(root), "describe", "--tags", "--exact-match"]
-    command += ["--match", "v[0-9]*"]
+def git(root: Path, *arguments: str) -> str | None:
+    """Return what git says of the checkout around ``root``; None where it does not."""
+    command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None, ""
-    if done.returncode != 0:
-        return None, ""
-    return done.stdout.strip().removeprefix("v"), "git tag"
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _from_metadata(root: Path) -> str | None:
+    folder = dist_info(root)
+    if folder is None:
+        return None
+    return folder.name.removeprefix("sglang-").removesuffix(".dist-info")
+
+
+def _from_generated_module(root: Path) -> str | None:
+    path = root / "_version.py"
+    if not path.is_file():
+        return None
+    found = _ASSIGNED.search(path.read_text(encoding="utf-8", errors="replace"))
+    return found.group(1) if found else None
+
+
+def _from_tag(root: Path) -> str | None:
+    """Only an exact tag counts: a commit after it is no release."""
+    tag = git(root, "describe", "--tags", "--exact-match", "--match", "v[0-9]*")
+    return tag and tag.removeprefix("v")

@@ -11,14 +11,7 @@ from dspark_pd.planning.plan import Plan, PlannedFile
 from dspark_pd.target.lock import locked
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.transaction import remove_leftovers
-from dspark_pd.verbs.context import (
-    Context,
-    asked_components,
-    look_again,
-    need_notes,
-    open_context,
-    refuse_any,
-)
+from dspark_pd.verbs.context import Context, open_context
 
 
 def run(options: Namespace) -> Result:
@@ -26,20 +19,13 @@ def run(options: Namespace) -> Result:
     if options.dry_run:
         return _apply(context, options)
     with locked(context.target.root):
-        return _apply(look_again(context.patch_set, context.target), options)
+        # What was seen before may have been another writer's.
+        return _apply(Context(context.patch_set, Survey(context.target)), options)
 
 
 def _apply(context: Context, options: Namespace) -> Result:
     survey = context.survey
-    refuse_any(survey.problems())
-    components = asked_components(
-        options, context.patch_set.components, survey.ledger.components
-    )
-    plan = context.plan(components)
-    unknown = context.unknown_release(plan)
-    refuse_any([unknown] if unknown else plan.problems)
-    idle = context.idle_component(options, plan)
-    refuse_any([idle] if idle else [])
+    components, plan = context.asked(options)
     transaction = changes.build(survey, "apply", components, plan.files)
     needed = changes.is_needed(transaction, survey)
     if needed and not options.dry_run:
@@ -47,7 +33,7 @@ def _apply(context: Context, options: Namespace) -> Result:
         transaction.run()
     result = _describe(plan, context, options.dry_run, needed)
     result.data["components"] = list(components)
-    result.notes += need_notes(options, context.patch_set.components, components)
+    result.notes = context.notes(options, plan, components)
     return result
 
 
@@ -63,7 +49,6 @@ def _describe(plan: Plan, context: Context, dry_run: bool, needed: bool) -> Resu
     else:
         verb = "applied" if needed else "already applied:"
     result.lines.append(f"{verb} {summary(files)}")
-    result.notes = notes(context.survey, plan)
     result.data = {
         "changed": needed and not dry_run,
         "pending": pending,
@@ -95,26 +80,3 @@ def file_data(file: PlannedFile) -> dict[str, object]:
         "hunks": list(file.hunks),
         "added_lines": file.added_lines,
     }
-
-
-def notes(survey: Survey, plan: Plan) -> list[str]:
-    """Return what a user should hear about the target besides the result."""
-    found = []
-    if survey.updated:
-        old, new = survey.ledger.release, survey.target.release
-        found.append(f"SGLang went from {old} to {new} under the applied set")
-    if survey.ledger.unfinished:
-        found.append(f"an earlier {survey.ledger.unfinished} was cut off; repaired")
-    release = survey.target.release
-    found += [
-        f"component {component} has nothing for SGLang {release}: it serves later ones"
-        for component in plan.idle_components()
-    ]
-    if any(problem.code == "E402" for problem in plan.problems):
-        return found  # The lines that upstream did not ship are ours.
-    hunked = [path for path, file in plan.files.items() if file.kind == "hunk"]
-    for path in survey.foreign_originals(hunked):
-        found.append(
-            f"{path} was edited before apply; the edit is kept, under our lines"
-        )
-    return found

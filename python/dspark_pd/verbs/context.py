@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import NoReturn
 
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused, refuse
-from dspark_pd.patchset.components import (
+from dspark_pd.patchset.lists import (
     Components,
     by_default,
-    current_name,
     in_order,
     with_needs,
 )
@@ -22,16 +22,17 @@ from dspark_pd.planning.plan import Plan, make_plan
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import Target, find_target
 
-CLONE: Final = "in the clone of sglang-dspark-pd"
-
 
 @dataclass(frozen=True)
 class Context:
     """One target seen through one patch set."""
 
     patch_set: PatchSet
-    target: Target
     survey: Survey
+
+    @property
+    def target(self) -> Target:
+        return self.survey.target
 
     def plan(self, components: Iterable[str]) -> Plan:
         assert self.target.release is not None
@@ -43,7 +44,7 @@ class Context:
             self.survey.applied,
         )
 
-    def idle_component(self, options: Namespace, plan: Plan) -> Problem | None:
+    def _idle_component(self, options: Namespace, plan: Plan) -> Problem | None:
         """Return T105 where the user named components that have nothing for this release.
 
         Without a name, or with ``all``, whatever serves it is what was asked for.
@@ -62,9 +63,48 @@ class Context:
         }
         return Problem("T105", fields)
 
-    def unknown_release(self, plan: Plan) -> Problem | None:
+    def problems(self, options: Namespace, plan: Plan) -> list[Problem]:
+        """Return what stands in the way, the one that decides the exit code first."""
         assert self.target.release is not None
-        return unknown_release(self.patch_set, self.target.release, plan)
+        edited = self.survey.problems()
+        unknown = unknown_release(self.patch_set, self.target.release, plan)
+        if unknown:
+            return [unknown, *edited]
+        idle = self._idle_component(options, plan)
+        return [*edited, *plan.problems, *([idle] if idle else [])]
+
+    def asked(self, options: Namespace) -> tuple[tuple[str, ...], Plan]:
+        """Return what the target shall end up with and its plan, or refuse."""
+        refuse_any(self.survey.problems())
+        applied = self.survey.ledger.components
+        components = asked_components(options, self.patch_set.components, applied)
+        plan = self.plan(components)
+        refuse_any(self.problems(options, plan))
+        return components, plan
+
+    def notes(
+        self, options: Namespace, plan: Plan, components: Iterable[str]
+    ) -> list[str]:
+        """Return what a user should hear about the target besides the result."""
+        survey, release = self.survey, self.target.release
+        found = need_notes(options, self.patch_set.components, components)
+        if survey.updated:
+            old = survey.ledger.release
+            found.append(f"SGLang went from {old} to {release} under the applied set")
+        if survey.ledger.unfinished:
+            found.append(f"an earlier {survey.ledger.unfinished} was cut off; repaired")
+        found += [
+            f"component {component} has nothing for SGLang {release}: it serves later ones"
+            for component in plan.idle_components()
+        ]
+        if any(problem.code == "E402" for problem in plan.problems):
+            return found  # The lines that upstream did not ship are ours.
+        hunked = [path for path, file in plan.files.items() if file.kind == "hunk"]
+        for path in survey.foreign_originals(hunked):
+            found.append(
+                f"{path} was edited before apply; the edit is kept, under our lines"
+            )
+        return found
 
 
 def unknown_release(
@@ -75,12 +115,12 @@ def unknown_release(
         return None
     tried = [c for c in plan.choices if c.verdict in ("wanted", "unserved")]
     newest = patch_set.releases[-1]
-    hint = f"git pull && pip install . ({CLONE}), or repeat with --assume-version"
+    renew = "git pull && pip install . (in the clone of sglang-dspark-pd)"
     fields = {
         "version": release,
         "releases": ", ".join(map(str, patch_set.releases)),
         "fit": _fit(len(tried), list(plan.unfit)),
-        "hint": f"{hint} {newest}",
+        "hint": f"{renew}, or repeat with --assume-version {newest}",
     }
     return Problem("T103", fields)
 
@@ -98,12 +138,7 @@ def open_context(options: Namespace) -> Context:
     target = find_target(options.target, assumed)
     if target.release is None:
         refuse("T102", target=target.root)
-    return look_again(load_patch_set(options.overlay), target)
-
-
-def look_again(patch_set: PatchSet, target: Target) -> Context:
-    """Survey the target anew; done under the lock by the verbs that write."""
-    return Context(patch_set, target, Survey(target))
+    return Context(load_patch_set(options.overlay), Survey(target))
 
 
 def named_components(options: Namespace, components: Components) -> tuple[str, ...]:
@@ -111,9 +146,9 @@ def named_components(options: Namespace, components: Components) -> tuple[str, .
 
     Refuses with U002 a name that is no component.
     """
-    named = [current_name(name) for name in options.component or []]
+    named = options.component or []
     for name in named:
-        if name not in components and name != "all":
+        if name != "all" and not in_order(components, [name]):
             known = f"all, or one of {', '.join(components)}"
             refuse("U002", what="component", name=name, known=known)
     return in_order(components, components if "all" in named else named)
@@ -143,6 +178,14 @@ def need_notes(
         if along:
             notes.append(f"{name} needs {' and '.join(along)}, which come along")
     return notes
+
+
+def refuse_name(what: str, name: str, names: Iterable[str]) -> NoReturn:
+    """Refuse with U002 a name that is none, and say which ones are like it."""
+    names = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(name, names, 3, 0)
+    known = f"a name such as {', '.join(near)} ({len(names)} in all)"
+    refuse("U002", what=what, name=name, known=known)
 
 
 def refuse_any(problems: list[Problem]) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dspark_pd.doctor import arguments, sglang_parser
-from dspark_pd.doctor.fields import relevant
+from dspark_pd.doctor.fields import relevant, settled
 from dspark_pd.messages.errors import Refused, refuse
 from dspark_pd.messages.result import Result
-from dspark_pd.target.target import Target, find_target
+from dspark_pd.target.target import find_target
 
 SCHEMA: Final = 1
 _PATHS: Final = ("model_path", "speculative_draft_model_path")
@@ -76,23 +76,14 @@ def _read(
         except sglang_parser.Unavailable as error:
             notes.append(f"SGLang's parser cannot be loaded ({error})")
         else:
-            return _upper(args), unknown
+            return {n: settled(n, value) for n, value in args.items()}, unknown
     notes.append("read without SGLang: only the flags that dspark-pd knows")
-    args, unknown = arguments.parse(argv, Path())
-    return _upper(args), unknown
+    return arguments.parse(argv, Path())
 
 
 def _has_sglang() -> bool:
     spec = importlib.util.find_spec("sglang")
     return spec is not None and spec.origin is not None
-
-
-def _upper(args: dict[str, Any]) -> dict[str, Any]:
-    """SGLang takes the algorithm in any case."""
-    algorithm = args.get("speculative_algorithm")
-    if isinstance(algorithm, str):
-        args["speculative_algorithm"] = algorithm.upper()
-    return args
 
 
 def _absolute(args: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +98,7 @@ def _absolute(args: dict[str, Any]) -> dict[str, Any]:
 
 def _release() -> str | None:
     try:
-        target: Target = find_target(None)
+        target = find_target(None)
     except Refused:
         return None
     return str(target.release) if target.release else None

@@ -9,38 +9,20 @@ from dspark_pd.messages import exit_codes
 from dspark_pd.messages.result import Result
 from dspark_pd.planning import changes
 from dspark_pd.target.transaction import Change
-from dspark_pd.verbs.apply import notes
-from dspark_pd.verbs.context import (
-    asked_components,
-    need_notes,
-    open_context,
-    refuse_any,
-)
+from dspark_pd.verbs.context import open_context
 
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
-    survey = context.survey
-    refuse_any(survey.problems())
-    components = asked_components(
-        options, context.patch_set.components, survey.ledger.components
-    )
-    plan = context.plan(components)
-    unknown = context.unknown_release(plan)
-    refuse_any([unknown] if unknown else plan.problems)
-    idle = context.idle_component(options, plan)
-    refuse_any([idle] if idle else [])
-    transaction = changes.build(survey, "diff", components, plan.files)
+    components, plan = context.asked(options)
+    transaction = changes.build(context.survey, "diff", components, plan.files)
     texts = {change.path: unified(change) for change in transaction.changes}
     return Result(
         exit_code=exit_codes.DIFFERS if texts else exit_codes.OK,
         target=context.target,
         lines=[line for text in texts.values() for line in text.splitlines()],
         data={"files": texts, "components": list(components)},
-        notes=[
-            *notes(survey, plan),
-            *need_notes(options, context.patch_set.components, components),
-        ],
+        notes=context.notes(options, plan, components),
     )
 
 

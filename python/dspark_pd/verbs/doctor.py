@@ -2,8 +2,8 @@
 
 Two engines come in, each as the address of a running server or as what is known of its
 start; findings come out, each with its severity, its consequence and its fix. The rules
-are the very ones the engines decide by (``doctor.agreement``, ``doctor.tail``), plus
-checks that need no peer (``doctor.checks``). Nothing is changed and nothing but ``GET``
+are the very ones the engines decide by (``doctor.tables``), plus checks that
+need no peer (``doctor.checks``). Nothing is changed and nothing but ``GET``
 is sent. Exit 1 when there is an error among the findings.
 """
 
@@ -14,11 +14,10 @@ import math
 import os
 import textwrap
 
-from dspark_pd.doctor.agreement import agreement_findings
 from dspark_pd.doctor.checks import check_findings
 from dspark_pd.doctor.engine import ERROR, SEVERITIES, Engine, Finding
 from dspark_pd.doctor.sources import read_engine
-from dspark_pd.doctor.tail import tail_findings
+from dspark_pd.doctor.tables import agreement_findings, tail_findings
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem, Refused, refuse
 from dspark_pd.messages.result import Result

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from dspark_pd.doctor import tail
-from dspark_pd.doctor.agreement import load, severity_of
-from dspark_pd.doctor.checks import CHECKS, Check
-from dspark_pd.doctor.remarks import REMARKS, Remark
-from dspark_pd.messages.error_catalogue import catalogue
-from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.doctor.checks import CHECKS
+from dspark_pd.doctor.remarks import REMARKS
+from dspark_pd.doctor.tables import load, severity_of
+from dspark_pd.messages.errors import Problem, catalogue
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
+from dspark_pd.verbs.context import refuse_name
 from dspark_pd.verbs.listing import describe
 
 Entry = tuple[str, list[str]]
@@ -34,10 +32,7 @@ def run(options: argparse.Namespace) -> Result:
     asked = str(options.name)
     found = [lines for name, lines in entries if name.lower() == asked.lower()]
     if not found:
-        names = list(dict.fromkeys(name for name, _ in entries))
-        near = difflib.get_close_matches(asked, names, 3, 0)
-        known = f"a name such as {', '.join(near)} ({len(names)} in all)"
-        refuse("U002", what="name", name=asked, known=known)
+        refuse_name("name", asked, (name for name, _ in entries))
     lines = [line for part in found for line in ["", *part]][1:]
     return Result(lines=lines, data={"name": asked, "explained": found})
 
@@ -60,14 +55,14 @@ def _rules() -> Iterator[Entry]:
         says = {"compares": rule.about, "says": rule.says, "leads to": rule.leads_to}
         head = f"{severity_of(rule)}, from comparing the two engines"
         yield rule.code, _lines(rule.code, head, {**says, "fix": rule.fix})
-    for code in load("rules").RUNTIME_CODES:
+    for code in rules.RUNTIME_CODES:
         says = {"raised by": code.where, "means": code.meaning, "fix": code.fix}
         yield code.code, _lines(code.code, "raised while engines run", says)
 
 
 def _tail() -> Iterator[Entry]:
     """The doctor shows a refusal of the start-up under a prefix; both names are known."""
-    for refusal in tail.load_refusals().REFUSALS:
+    for refusal in load("handoff_refusals").REFUSALS:
         head = f"refused at start-up by {refusal.role}"
         lines = _lines(refusal.code, head, {"says": refusal.says, "fix": refusal.fix})
         yield refusal.code, lines
@@ -75,8 +70,7 @@ def _tail() -> Iterator[Entry]:
 
 
 def _doctors() -> Iterator[Entry]:
-    rows: list[Remark | Check] = [*REMARKS.values(), *CHECKS]
-    for found in rows:
+    for found in (*REMARKS.values(), *CHECKS):
         says = {"says": found.message, "leads to": found.consequence, "fix": found.fix}
         yield found.code, _lines(found.code, f"{found.severity}, of the doctor", says)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from argparse import Namespace
 
 from packaging.version import Version
 
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.error_catalogue import catalogue
-from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.messages.errors import Problem, catalogue
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.fields import DECIDABLE
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import Module
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
-from dspark_pd.verbs.context import named_components
+from dspark_pd.verbs.context import named_components, refuse_name
 
 
 def run(options: Namespace) -> Result:
@@ -110,9 +108,7 @@ def _span(served: list[Version]) -> str:
 def _one(patch_set: PatchSet, name: str) -> Result:
     variants = patch_set.identities.get(name.partition("@")[0])
     if variants is None:
-        near = difflib.get_close_matches(name, patch_set.identities, 3, 0)
-        known = f"a name such as {', '.join(near)} ({len(patch_set.identities)} in all)"
-        refuse("U002", what="hunk", name=name, known=known)
+        refuse_name("hunk", name, patch_set.identities)
     lines = [line for hunk in variants for line in describe(hunk)]
     return Result(lines=lines, data=hunk_data(patch_set, variants[0]))
 

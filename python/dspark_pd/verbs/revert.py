@@ -6,8 +6,8 @@ from argparse import Namespace
 
 from dspark_pd.messages.errors import Problem, Refused, from_os_error
 from dspark_pd.messages.result import Result
-from dspark_pd.patchset.components import in_order, load_components, without
-from dspark_pd.patchset.patch_set import default_overlay
+from dspark_pd.patchset.lists import in_order, load_components, without
+from dspark_pd.patchset.patch_set import default_overlay, load_patch_set
 from dspark_pd.planning import changes
 from dspark_pd.planning.matching import names_our_module, unrecorded
 from dspark_pd.planning.plan import PlannedFile
@@ -17,7 +17,7 @@ from dspark_pd.target.state import StateFolder
 from dspark_pd.target.survey import Seen, Survey
 from dspark_pd.target.target import find_target
 from dspark_pd.target.transaction import remove_leftovers, remove_state_folder
-from dspark_pd.verbs.context import look_again, named_components, refuse_any
+from dspark_pd.verbs.context import Context, named_components, refuse_any
 
 EDITED_SUFFIX = ".edited"
 
@@ -44,8 +44,6 @@ def _unrecorded(survey: Survey, options: Namespace) -> list[Problem]:
     """Return E402 if files hold our lines while nothing is recorded."""
     if survey.ledger.entries:
         return []
-    from dspark_pd.patchset.patch_set import load_patch_set
-
     ids: dict[str, list[str]] = {}
     for hunk in load_patch_set(options.overlay).hunks:
         known = ids.setdefault(hunk.target, [])
@@ -99,9 +97,7 @@ def _rest(survey: Survey, options: Namespace) -> tuple[tuple[str, ...], list[str
 def _files_of(
     survey: Survey, components: tuple[str, ...], options: Namespace
 ) -> dict[str, PlannedFile]:
-    from dspark_pd.patchset.patch_set import load_patch_set
-
-    context = look_again(load_patch_set(options.overlay), survey.target)
+    context = Context(load_patch_set(options.overlay), Survey(survey.target))
     plan = context.plan(components)
     refuse_any(plan.problems)
     return plan.files

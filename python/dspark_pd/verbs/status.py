@@ -19,17 +19,15 @@ from typing import Final
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem
 from dspark_pd.messages.result import Result
-from dspark_pd.patchset.components import with_needs
+from dspark_pd.patchset.lists import with_needs
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan
 from dspark_pd.planning.selection import Choice
 from dspark_pd.target.survey import Survey
-from dspark_pd.verbs.apply import notes
 from dspark_pd.verbs.context import (
     Context,
     asked_components,
     named_components,
-    need_notes,
     open_context,
 )
 
@@ -45,20 +43,13 @@ def run(options: Namespace) -> Result:
     named = with_needs(known, named_components(options, known))
     components = named or asked_components(options, known, survey.ledger.components)
     plan = context.plan(components)
-    unknown = context.unknown_release(plan)
     edited = survey.problems()
     rows = [_row(choice, plan, survey, edited) for choice in plan.choices]
-    result = Result(target=context.target, problems=[*edited, *plan.problems])
-    if unknown:
-        result.problems = [unknown, *edited]
-    idle = context.idle_component(options, plan)
-    if idle:
-        result.problems.append(idle)
+    result = Result(target=context.target, problems=context.problems(options, plan))
     result.exit_code = _exit_code(context, plan, result.problems, components)
     result.lines = _lines(rows, components, survey, plan)
     result.details = ["", *_table(rows), *_details(plan)]
-    result.notes = notes(survey, plan) + _applied_notes(survey)
-    result.notes += need_notes(options, known, components)
+    result.notes = context.notes(options, plan, components) + _applied_notes(survey)
     result.data = _data(survey, components, rows)
     return result
 

@@ -1,45 +1,36 @@
-"""The engines' own decision table, loaded from the overlay without SGLang.
+"""The engines' own decision tables, loaded from the overlay without SGLang.
 
-The table is pure standard library on purpose. Its folder is loaded under a package name
-of our own: the package it belongs to in SGLang needs torch.
+The tables are pure standard library on purpose. Their folders are loaded under package
+names of our own: the packages they belong to in SGLang need torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import types
-from pathlib import Path
 from typing import Any, Final
 
 from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
 from dspark_pd.patchset.patch_set import default_overlay
 
-_PACKAGE: Final = "dspark_pd_agreement"
-_FOLDER: Final = "srt/disaggregation/agreement"
+_AGREEMENT: Final = "srt/disaggregation/agreement"
+_FOLDERS: Final = {
+    "rules": _AGREEMENT,
+    "description": _AGREEMENT,
+    "handoff_refusals": "srt/speculative/dspark_components",
+}
 _SEVERITIES: Final = {"refuse": ERROR, "warn": WARNING, "note": NOTE}
 
 
-def load(module: str) -> Any:
-    """Return ``rules`` or ``description`` of the agreement from this tool's overlay."""
-    if _PACKAGE not in sys.modules:
-        package = types.ModuleType(_PACKAGE)
-        package.__path__ = [str(default_overlay() / _FOLDER)]
-        sys.modules[_PACKAGE] = package
-    return importlib.import_module(f"{_PACKAGE}.{module}")
-
-
-def load_file(path: Path) -> Any:
-    """Return a module of the overlay that imports nothing but the standard library."""
-    name = f"dspark_pd_overlay_{path.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+def load(name: str) -> Any:
+    """Return the module ``name``, one of ``_FOLDERS``, of this tool's overlay."""
+    folder = default_overlay() / _FOLDERS[name]
+    package = f"dspark_pd_overlay_{folder.name}"
+    if package not in sys.modules:
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = [str(folder)]
+    return importlib.import_module(f"{package}.{name}")
 
 
 def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
@@ -56,6 +47,29 @@ def agreement_findings(prefill: Engine, decode: Engine) -> list[Finding]:
     return [
         Finding(v.code, _SEVERITIES[v.severity], v.message, v.consequence, v.fix)
         for v in reversed(found.values())
+    ]
+
+
+def tail_findings(engine: Engine) -> list[Finding]:
+    """What the engine would refuse at its start, if it is to hand over a tail.
+
+    That needs the environment, so a running engine is not asked: it was not refused.
+    """
+    if engine.environ is None:
+        return []
+    table = load("handoff_refusals")
+    facts = table.facts_from(
+        engine.args,
+        engine.environ,
+        engine.target_config,
+        engine.draft_config,
+        engine.args.get("disaggregation_mode") or engine.role,
+    )
+    role = engine.role
+    leads_to = f"with the component handoff {role} refuses to start"
+    return [
+        Finding(f"DOC-{refusal.code}", ERROR, f"{role}: {says}", leads_to, fix)
+        for refusal, says, fix in table.refusals(facts)
     ]
 
 
