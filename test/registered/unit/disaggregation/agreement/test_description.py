@@ -150,7 +150,7 @@ class TestDescription(CustomTestCase):
         self.assertIsNone(self.rings(TARGET, ARGS))
 
     def test_rings_of_a_prefill_without_draft(self):
-        """Wide when it captures, and it must know how wide; see the engine's knobs."""
+        """Wide when it captures, and it must know how wide; see the engine's variables."""
         peer = {"SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "5"}
         bundled = {**V4, "dspark_block_size": 4}
         for config, environ, capturing, sizes in (

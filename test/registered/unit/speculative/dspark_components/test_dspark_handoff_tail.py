@@ -220,7 +220,7 @@ class TestPrefillSide(TailCase):
         torch.testing.assert_close(states, states_of(12, 8))
 
     def test_gap_sends_an_empty_tail(self):
-        """A row that was not computed for this request must never be announced."""
+        """Hidden states not computed for this request must never be announced."""
         for begin, chunks in ((14, [6]), (0, [13])):
             with self.subTest(begin=begin):
                 buffers = self.prefill()
