@@ -9,8 +9,8 @@ Life cycle of a prefill, as decode sees it:
    (`compare_instance`). That is a lost prefill, handled by upstream's own code.
 3. Refused: each of its requests fails with the reason before anything is registered
    (`refuse_request`), and prefill is told once, so that it does not hold the request
-   until its bootstrap timeout. A refusal older than a second is not used any more: the
-   next request makes contact anew.
+   until its bootstrap timeout. A refusal expires after one second: the next request
+   makes contact again.
 
 The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
 not raise there. All state is in `PrefillPeers`, one object of the KV manager.
@@ -99,8 +99,8 @@ class Contact:
 class PrefillPeer:
     """What decode knows of the prefill at one bootstrap address.
 
-    `is_slow` says that the scheduler waited for it in vain, and does not do so again
-    before it has answered. `logged` are the verdicts that the log has already.
+    `is_slow`: the scheduler waited once and got no answer; it does not wait again until
+    there is one. `logged`: the verdicts that are in the log already.
     """
 
     description: Description | None = None
@@ -117,7 +117,7 @@ class PrefillPeer:
 class PrefillPeers(dict[str, PrefillPeer]):
     """All prefills that requests of this decode have named, by bootstrap address.
 
-    Upstream keeps as many topologies: one for each prefill server that ever was.
+    Upstream keeps as many topologies: one for each bootstrap address it has met.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def peers_of(manager: CommonKVManager) -> PrefillPeers:
 def prefill_description(
     manager: CommonKVManager, bootstrap_addr: str
 ) -> Description | None:
-    """What a prefill says of itself; None for one without this agreement."""
+    """A prefill's description of itself; None for one without this agreement."""
     peer = peers_of(manager).get(bootstrap_addr)
     return peer.description if peer is not None else None
 
@@ -244,7 +244,10 @@ def _description_from(response: requests.Response) -> Description | None:
             return described
     except (ValueError, RecursionError):
         pass
-    logger.error(f"A prefill sent a description that cannot be read: {header[:200]}")
+    logger.error(
+        "A prefill sent a description that cannot be read; it is treated as a prefill "
+        f"without sglang-dspark-pd: {header[:200]}"
+    )
     return None
 
 
@@ -262,7 +265,7 @@ def _shown_by(info: PrefillServerInfo) -> Description:
 
 
 def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
-    """Take over what a finished contact found; a pending one changes nothing."""
+    """Use the result of a finished contact; a pending one changes nothing."""
     contact = peer.contact
     if contact is None or not contact.fetch.done():
         return
@@ -334,8 +337,9 @@ def _tell(
     except Exception as error:
         if should_log(f"tell {receiver.bootstrap_addr}"):
             logger.warning(
-                f"Prefill {receiver.bootstrap_addr} was not told that request "
-                f"{receiver.bootstrap_room} is refused: {error!r}"
+                f"Prefill {receiver.bootstrap_addr} was not told that decode refuses "
+                f"request {receiver.bootstrap_room}, and holds it until its bootstrap "
+                f"timeout: {error!r}"
             )
 
 
@@ -373,6 +377,9 @@ def compare_instance(
     known = peer.instance if peer is not None else None
     if known is None or response.headers.get(INSTANCE_HEADER, known) == known:
         return
-    logger.error(f"Prefill {bootstrap_addr} was restarted; its requests fail")
+    logger.error(
+        f"Prefill {bootstrap_addr} was restarted: requests sent to it before that fail, "
+        "the next one makes contact again"
+    )
     peers_of(manager).pop(bootstrap_addr, None)
     manager._handle_node_failure(bootstrap_addr)
