@@ -229,7 +229,9 @@ def test_what_is_described_is_what_the_doctor_reads(
 
 @pytest.mark.usefixtures("without_sglang")
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "docker", "run"], ["--tp", "4"]])
-def test_a_command_that_is_none_is_a_usage_error(run: Run, words: list[str]) -> None:
+def test_words_that_start_no_engine_are_a_usage_error(
+    run: Run, words: list[str]
+) -> None:
     assert run("describe", *words).code == 2
 
 
@@ -246,7 +248,7 @@ def test_a_local_model_is_described_by_its_full_path(
     }
 
 
-def test_only_what_matters_of_an_environment_is_told() -> None:
+def test_only_variables_that_matter_are_described() -> None:
     assert relevant(
         {"SGLANG_DSPARK_PD_X": "1", "SGLANG_API_KEY": "2", "HOME": "/"}
     ) == {"SGLANG_DSPARK_PD_X": "1"}

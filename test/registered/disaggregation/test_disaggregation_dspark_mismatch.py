@@ -118,7 +118,7 @@ def in_words(case: str) -> str:
     return case.replace(" ", "-")
 
 
-def test_mismatch_none(shared: Shared) -> None:
+def test_mismatch_none_is_served(shared: Shared) -> None:
     """The good pair itself: served, and the doctor has nothing to say."""
     answer = observe(shared, "mismatch: none", shared.prefill, shared.decode)
     assert answer.served, answer.body
@@ -301,7 +301,9 @@ class TestTails:
         case, pair = "mismatch: captured layers", ("narrow", "decode")
         self.check(shared, case, "PD-TAIL-LAYERS", *(engines[name] for name in pair))
 
-    def test_mismatch_tail_nobody_expects(self, shared: Shared, engines) -> None:
+    def test_mismatch_tail_that_decode_does_not_expect(
+        self, shared: Shared, engines
+    ) -> None:
         case = "mismatch: a tail that decode does not expect"
         self.check(shared, case, "PD-MODE", engines["short"], shared.decode)
 

@@ -170,7 +170,8 @@ def end_engine(reason: str, *, in_front_end: bool = False) -> None:
             which ends at once: the front end waits a minute for dumps of a living one.
     """
     logger.critical(
-        "%s. This engine exits because it cannot serve its peers; start it again.", reason
+        "%s. This engine exits because it cannot serve its peers; start it again.",
+        reason,
     )
     if in_front_end:
         os.kill(os.getpid(), signal.SIGQUIT)

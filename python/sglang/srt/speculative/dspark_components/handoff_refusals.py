@@ -648,7 +648,9 @@ _DECODE: tuple[Refusal, ...] = (
         "split over ranks",
         "run decode without decode context parallelism, or run DSPARK on prefill",
     ),
-    _on_decode("TAIL-HISPARSE", "HiSparse builds its own draft input", "enable_hisparse"),
+    _on_decode(
+        "TAIL-HISPARSE", "HiSparse builds its own draft input", "enable_hisparse"
+    ),
     _on_decode(
         "TAIL-UNIFIED-MEMORY",
         "unified memory addresses draft KV by physical ids",

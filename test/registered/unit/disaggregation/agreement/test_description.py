@@ -97,7 +97,7 @@ class TestDescription(CustomTestCase):
                 described = describe_role(role, args, environ=environ)
                 self.assertEqual(described["mode"], mode)
 
-    def test_what_is_not_known_stays_out(self):
+    def test_unknown_values_are_left_out(self):
         described = describe({"tp_size": 1}, role="prefill")
         self.assertEqual(
             set(described),
@@ -410,7 +410,7 @@ class TestFingerprint(CustomTestCase):
         self.assertGreater(os.path.getsize(path), 8 << 20)
         self.assertLess(sum(read), 1 << 20)
 
-    def test_what_cannot_be_read_has_none(self):
+    def test_a_checkpoint_that_cannot_be_read_has_no_fingerprint(self):
         broken = os.path.join(self.folder, "broken")
         os.makedirs(broken)
         with open(os.path.join(broken, "model.safetensors"), "wb") as file:

@@ -275,7 +275,7 @@ class TestStages(CustomTestCase):
                 self.codes(*pair, stage_pairing="guess"), ["PD-PP-LAYER-IDS"]
             )
 
-    def test_what_is_not_known_is_not_refused(self):
+    def test_an_unknown_stage_pairing_is_not_refused(self):
         plain = {**PLAIN, **self.NO_IDS}
         self.assertEqual(self.codes(plain, plain, stage_pairing=None), [])
 

@@ -105,7 +105,7 @@ class TestNixlPrefill(ThreadCase):
         patch.start()
         self.addCleanup(patch.stop)
 
-    def test_an_unregistered_decode_is_told_at_once(self):
+    def test_an_unregistered_decode_gets_an_answer_at_once(self):
         open_sender(self.manager, 1)
         self.metadata(1, "decode-unknown")
         self.assertTrue(self.fails(1, "[PD-NOT-REGISTERED] decode decode-unknown"))

@@ -474,7 +474,7 @@ class TestWire(TailCase):
         activate(tail=None)
         self.assertIn("announced no place", self.announce("d", make_buffers()))
 
-    def test_other_prefills_refuse_nobody(self):
+    def test_a_prefill_that_does_not_capture_refuses_no_decode(self):
         """A native prefill serves decodes with and without a tail."""
         for receiver in (make_buffers(), make_buffers(make_spec())):
             self.assertIsNone(self.announce("d", receiver))
