@@ -78,7 +78,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         lambda p, d: _wrong_role(p) or _wrong_role(d),
         "the engine given as --prefill runs with {prefill_mode}, the one given as "
         "--decode with {decode_mode}",
-        "requests would find no peer",
+        "the two cannot serve a request together",
         "swap the two if they are the wrong way round, or start them with --disaggregation-mode prefill and decode",
     ),
     Check(
@@ -86,7 +86,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         WARNING,
         lambda p, d: p.release and d.release and p.release != d.release,
         "the engines run different releases of SGLang",
-        "the transfer protocol is kept compatible within a release only",
+        "SGLang keeps its transfer protocol compatible within one release only",
         "run the same release on both",
     ),
     Check(
@@ -102,7 +102,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         ERROR,
         lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
         "the KV checksum is enabled on one engine only, and prefill hands over a tail",
-        "metadata buffers pair by position and no longer line up",
+        "metadata buffers are paired by position, and the positions differ",
         "give --disaggregation-enable-kv-checksum to both or to none",
     ),
     Check(
@@ -117,8 +117,8 @@ CHECKS: Final[tuple[Check, ...]] = (
         "DOC-TAIL-RELEASE",
         ERROR,
         lambda p, d: p.mode == "tail" and (_no_handoff_for(p) or _no_handoff_for(d)),
-        "prefill is to capture a tail, but an engine's release cannot hand one over",
-        "the variables of the tail are ignored there and the draft starts cold",
+        "prefill is set to capture a tail, but one engine runs a release without it",
+        "that engine ignores the tail's variables, and the draft starts without context",
         f"run SGLang {served_by('handoff')} with the component handoff on both, or run "
         "DSPARK on prefill",
     ),
@@ -161,8 +161,8 @@ CHECKS: Final[tuple[Check, ...]] = (
         "DOC-TAIL-RADIX",
         NOTE,
         lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
-        "prefill reuses prefixes and captures a tail",
-        "matches end before the tail, so each hit recomputes that many tokens",
+        "prefill has a prefix cache and captures a tail",
+        "a match ends before the tail, so each hit computes the tail's tokens again",
         "nothing to do",
     ),
     Check(
@@ -170,7 +170,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         WARNING,
         _file_backend_without_folder,
         "prefill stores KV in files but no folder is set",
-        "all engines of this machine share the default folder",
+        "all engines on this machine share the default folder",
         f"set {HICACHE_FOLDER} on prefill",
     ),
     Check(
@@ -194,7 +194,7 @@ CHECKS: Final[tuple[Check, ...]] = (
             and p.mode == "none"
         ),
         "prefill caches target KV only",
-        "prefixes stored now have no draft KV, also after DSPARK is enabled on prefill",
+        "prefixes stored now have no draft KV, even after DSPARK is enabled on prefill",
         "empty the cache when DSPARK is enabled on prefill",
     ),
 )

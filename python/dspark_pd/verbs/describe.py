@@ -77,7 +77,7 @@ def _read(
             notes.append(f"SGLang's parser cannot be loaded ({error})")
         else:
             return _upper(args), unknown
-    notes.append("read without SGLang: only the flags that dspark-pd knows")
+    notes.append("read without SGLang: only flags that dspark-pd knows")
     args, unknown = arguments.parse(argv, Path())
     return _upper(args), unknown
 

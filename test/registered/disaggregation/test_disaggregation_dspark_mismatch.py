@@ -3,7 +3,7 @@
 Each case pairs engines that cannot work together (or that can, although they differ)
 behind a router of their own. One good prefill and one good decode engine are shared by
 all cases and must serve after each. Before a case's first request the doctor is asked
-about the two running engines; it must foretell what happens. The last test prints the cases
+about the two running engines; it must predict the outcome. The last test prints the cases
 with the seconds to the error.
 """
 
@@ -90,7 +90,7 @@ def observe(shared: Shared, case: str, prefill: Engine, decode: Engine) -> Answe
     quicker = min(answer.seconds, again.seconds)
     assert answer.served or quicker < LIMIT_S, f"{case}: {quicker:.1f} s"
     assert diagnosis.works == answer.served, f"the doctor said {diagnosis}"
-    assert again.served == answer.served, "the second request fared otherwise"
+    assert again.served == answer.served, "the second request ended differently"
     return answer
 
 

@@ -87,7 +87,7 @@ class Refusal:
 
 @dataclasses.dataclass
 class Contact:
-    """One fetch of a prefill's topology: pending, then with what the rules say of it."""
+    """One fetch of a prefill's topology: pending, then with the verdict of the rules."""
 
     fetch: Future[bool] | None = None
     info: PrefillServerInfo | None = None
@@ -97,7 +97,7 @@ class Contact:
 
 @dataclasses.dataclass
 class PrefillPeer:
-    """What decode knows of the prefill at one bootstrap address.
+    """What decode knows about the prefill at one bootstrap address.
 
     `is_slow`: the scheduler waited once and got no answer; it does not wait again until
     there is one. `logged`: the verdicts that are in the log already.
@@ -252,7 +252,7 @@ def _description_from(response: requests.Response) -> Description | None:
 
 
 def _shown_by(info: PrefillServerInfo) -> Description:
-    """What the topology of a prefill without this agreement tells of it."""
+    """The description of a prefill without this agreement, from its topology."""
     return {
         **UNPATCHED,
         "page_size": info.page_size,

@@ -123,7 +123,7 @@ def nothing_relayed(draft_input: SpecInput, batch: ScheduleBatch) -> bool:
     raise RuntimeError(
         f"Lost relay entries of {num_reqs} speculative request(s) ({rids}): the draft "
         "input names none (future_indices is None) and does not carry one token and "
-        "one length per request itself. Whoever built it must publish and stash "
+        "one length per request itself. The code that built it must publish and stash "
         "them, or fill bonus_tokens and new_seq_lens. To go on serving, restart "
         "with --disable-overlap-schedule."
     )

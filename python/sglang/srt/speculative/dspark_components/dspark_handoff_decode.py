@@ -362,7 +362,7 @@ def _inject_group(
 def _forget_uncovered(
     worker: DSparkWorkerV2, slot: int, start: int, seq_len: int
 ) -> None:
-    """Make draft KV before ``start`` read the same whoever used the slots before."""
+    """Make draft KV before ``start`` independent of who used the slots before."""
     draft = current().draft
     pool = worker.draft_model_runner.token_to_kv_pool
     if hasattr(pool, "set_swa_valid_from"):

@@ -1,8 +1,8 @@
 """How an engine describes itself, and the identity of a checkpoint.
 
-Contract: what decides a verdict is in the description; what is not known stays out; flags
-count as SGLang resolves them; two drafts with the same shape and other weights have other
-fingerprints; a checkpoint has the same fingerprint wherever it lies.
+Contract: everything that a rule compares is in the description; unknown values are left
+out; flags count as SGLang resolves them; two drafts of the same shape with different
+weights have different fingerprints; a checkpoint has the same fingerprint in any folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a running engine knows of itself, and where it is asked.
+"""What a running engine knows about itself, and which hunks ask for it.
 
 Contract: facts of the engine replace what its arguments only suggest; what is published
-is what its pools allocate; an engine that cannot describe itself starts all the same.
+is what its pools allocate; an engine that cannot describe itself still starts.
 """
 
 from __future__ import annotations

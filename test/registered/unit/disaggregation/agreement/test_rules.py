@@ -1,7 +1,7 @@
 """The rules: each fires for its pair, and none for a pair that works.
 
 Contract: two engines that are described alike agree; every message names both values; the
-decision is pure, does not depend on key order, and what is not known never refuses.
+decision is pure, does not depend on key order, and a missing value never refuses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Control threads outlive what one message does to them; a dead one ends the engine.
+"""Control threads survive a message that raises; a dead thread ends the engine.
 
-Contract: an error in handling a message costs that message and nothing else; the
-thread works on the next one; a thread that is really gone ends its engine with the
-signal that upstream uses, and a teardown does not.
+Contract: an error in handling a message fails that message and nothing else; the thread
+goes on with the next one; a thread that has died ends its engine with the signal that
+upstream uses, and a teardown does not.
 """
 
 from __future__ import annotations

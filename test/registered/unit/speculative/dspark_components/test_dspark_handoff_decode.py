@@ -1,6 +1,6 @@
 """Decode's side of the tail: it is taken in time, checked and injected in place.
 
-The draft is a stand-in that records what it is asked to write; slots, positions,
+The draft is a stand-in that records what it is told to write; slots, positions,
 grouping and clearing are those of the real path.
 """
 

@@ -1,7 +1,7 @@
-"""What an engine of a tail handoff refuses to start with, rule by rule.
+"""The settings with which an engine refuses to start a tail handoff, rule by rule.
 
-Each rule must fire on what it is about, with the value found and a way out, and on
-nothing else; what is not known refuses nothing.
+Each rule must apply to the settings it is about, name the value found and a fix, and
+apply to nothing else; a missing fact refuses nothing.
 """
 
 from __future__ import annotations
