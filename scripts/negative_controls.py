@@ -154,7 +154,7 @@ def run_all(
     with ThreadPoolExecutor(len(trees)) as pool:
         for number, outcome in enumerate(pool.map(one, hunks), 1):
             print(
-                f"[{number}/{len(hunks)}] {outcome.hunk.id:44} {outcome.verdict:10} "
+                f"[{number}/{len(hunks)}] {outcome.hunk.id:44} {outcome.verdict:18} "
                 f"{outcome.seconds:5.1f} s",
                 flush=True,
             )

@@ -95,7 +95,7 @@ def observe(shared: Shared, case: str, prefill: Engine, decode: Engine) -> Answe
 
 
 def assert_refused(shared, case, answer: Answer, code: str, *engines: Engine) -> None:
-    """The reason is in the client's error, in time, and nobody was harmed."""
+    """The client gets the reason in time, and all engines stay healthy."""
     assert not answer.served, f"{case} was accepted"
     assert f"[{code}]" in answer.body, answer.body
     assert DOCTOR_SAYS.get(code, code) in OBSERVED[case][1].codes
@@ -229,7 +229,7 @@ class TestWithoutThisSet:
         assert "fewer KV regions (8) than prefill (12)" in answer.body
 
     def test_mismatch_stock_prefill(self, shared: Shared, others) -> None:
-        """It cannot say what it runs."""
+        """It has no description."""
         prefill, case = others["stock-p"], "mismatch: stock prefill"
         answer = observe(shared, case, prefill, shared.decode)
         assert_refused(shared, case, answer, "PD-UNPATCHED-PREFILL", prefill)
@@ -241,7 +241,7 @@ class TestWithoutThisSet:
 
 
 class TestPlainPrefills:
-    """A cold draft that is asked for, and stages whose layers nobody can place."""
+    """A cold draft that was allowed, and stages whose layers cannot be placed."""
 
     @pytest.fixture(scope="class")
     @classmethod

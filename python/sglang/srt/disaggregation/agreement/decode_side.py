@@ -71,7 +71,7 @@ _READ_REFUSALS = ("nixl", "mooncake")
 class Refusal:
     """Why decode does not work with a prefill.
 
-    `contacts` are the addresses of the prefill's ranks by DP rank, once asked for.
+    `contacts` are the addresses of the prefill's ranks by DP rank, filled on first use.
     """
 
     reason: str
@@ -122,8 +122,8 @@ class PrefillPeers(dict[str, PrefillPeer]):
 
     def __init__(self) -> None:
         super().__init__()
-        # As many prefills may be slow to answer at a time without delaying another, and
-        # one that is slow to be told delays no contact.
+        # So many prefills can be slow to answer without delaying another. Telling has a
+        # pool of its own, so that a prefill that is slow to be told delays no fetch.
         self.fetching = ThreadPoolExecutor(16, thread_name_prefix="agreement-fetch")
         self.telling = ThreadPoolExecutor(2, thread_name_prefix="agreement-tell")
 
@@ -217,7 +217,7 @@ def disagrees(
 
 
 def judge(*, decode: Description, prefill: Description) -> list[Verdict]:
-    """`decide`, with a description that cannot be compared refused as such."""
+    """`decide`; a description that cannot be compared is refused as PD-MALFORMED."""
     try:
         return decide(decode, prefill)
     except Exception as error:

@@ -111,8 +111,8 @@ class Draft:
 def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest):
     """Take a committed request's tail out of its slot, before the slot is freed.
 
-    A slot without a header brought none: the draft KV that arrived stays where prefill
-    has a draft, and what nobody wrote is forgotten everywhere else. A tail that does not
+    A slot without a header has no tail: where prefill has a draft, the draft KV that
+    arrived stays; elsewhere, draft KV that was never written is cleared. A tail that does not
     fit, or none where slots are shared, aborts the request with a message.
     """
     draft = current().draft

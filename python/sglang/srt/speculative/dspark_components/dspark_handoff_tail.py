@@ -283,9 +283,9 @@ def cap_prefix_match(max_prefix_len: int, input_len: int) -> int:
 def append_tail_frame(manager: CommonKVManager, message: list[bytes]) -> None:
     """Tell prefill where in this decode's metadata the tail sits, and its shape.
 
-    One frame, recognised by its first bytes wherever it stands behind upstream's.
-    Without it prefill has no right to write: slots are addressed with the stride, and
-    a stride of another tail length would hit another request's slot.
+    One frame, recognised by its first bytes wherever it comes after upstream's. Without
+    it prefill must not write: slots are addressed with the stride, and the stride of
+    another tail length would hit another request's slot.
     """
     handoff = current()
     if handoff.tail is None or handoff.cap_tokens:

@@ -44,8 +44,7 @@ ARGUMENTS = (
 AUTO_TAIL = -1
 DEFAULT_TAIL_TOKENS = 8
 MAX_TAIL_TOKENS = 4096
-# In front of a slot's hidden states: eight int64 words, and the smallest item an RDMA
-# transfer likes.
+# In front of a slot's hidden states: eight int64 words, a size that suits RDMA.
 HEADER_BYTES = 64
 # One request's share of the host buffer; there are two slots per running request.
 MAX_SLOT_BYTES = 64 << 20
@@ -685,7 +684,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 class _Shown(dict[str, Any]):
-    """Facts for a message; what is not set is shown as such."""
+    """Facts for a message; a missing one is shown as ``unset``."""
 
     def __missing__(self, key: str) -> str:
         return "unset"
