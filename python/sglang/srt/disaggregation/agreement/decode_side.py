@@ -277,7 +277,11 @@ def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
     if error is not None:
         reason = f"[PD-UPSTREAM] {error}"
         if former is None or former.reason != reason:
-            logger.error(f"Refusing prefill {bootstrap_addr}", exc_info=error)
+            logger.error(
+                f"Refusing prefill {bootstrap_addr}: {reason}. This is one of SGLang's own "
+                "checks of a prefill; change what it names.",
+                exc_info=error,
+            )
     if reason is not None:
         theirs = contact.description or UNPATCHED
         peer.refusal = Refusal(reason, time.monotonic(), contact.info, theirs)

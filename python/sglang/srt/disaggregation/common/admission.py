@@ -138,13 +138,16 @@ class PrefillAdmission:
             return
         if envelope.room is None:
             self.refused[envelope.decode] = (
-                f"[PD-REGISTRATION] registering decode {envelope.decode} failed: {error}"
+                f"[PD-REGISTRATION] registering decode {envelope.decode} failed: {error}. "
+                "Give both engines the same model, draft and parallel sizes."
             )
             self._undo_registration(envelope.decode)
             return
         self.manager.transfer_infos.pop(envelope.room, None)
         self._fail_on_both(
-            envelope, f"[PD-METADATA] handling decode's metadata failed: {error}"
+            envelope,
+            f"[PD-METADATA] handling decode's metadata failed: {error}. Run the same "
+            "release of SGLang and of sglang-dspark-pd on both engines.",
         )
 
     def _take_refusal(self, room: int, text: bytes) -> None:
@@ -263,7 +266,10 @@ def fail_chunk(
     if chunk is None:
         end_engine(f"A transfer worker is dead: {type(error).__name__}: {error}")
         return False
-    reason = f"[PD-TRANSFER] sending KV failed: {type(error).__name__}: {error}"
+    reason = (
+        f"[PD-TRANSFER] sending KV failed: {type(error).__name__}: {error}. The "
+        "traceback is in prefill's log."
+    )
     shown = error if should_log(f"[PD-TRANSFER] {type(error).__name__}") else None
     logger.error("Room %s: %s", chunk.room, reason, exc_info=shown)
     manager.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
@@ -288,7 +294,10 @@ class DecodeAdmission:
         """Fail the room of a prefill message that raised in upstream's handling."""
         room = self._room_of(message)
         if room in self.manager.request_status:
-            reason = f"[PD-STATUS] handling prefill's message failed: {error}"
+            reason = (
+                f"[PD-STATUS] handling prefill's message failed: {error}. Run the same "
+                "release of SGLang and of sglang-dspark-pd on both engines."
+            )
             self.manager.record_failure(room, reason)
             self.manager.update_status(room, KVPoll.Failed)
 

@@ -412,7 +412,7 @@ _VARIABLES: tuple[Refusal, ...] = (
         lambda f: is_on(f.get(CAPTURE)) and bool(f.get("speculative_algorithm")),
         f"{CAPTURE}=1 with --speculative-algorithm {{speculative_algorithm}}: this "
         "prefill already runs the draft and sends draft KV, so it needs no capture",
-        f"drop {CAPTURE} or --speculative-algorithm on prefill",
+        f"unset {CAPTURE}, or drop --speculative-algorithm, on prefill",
     ),
     Refusal(
         "TAIL-IDLE",
@@ -528,7 +528,8 @@ _LENGTH: tuple[Refusal, ...] = (
         f"decode has --disaggregation-decode-enable-radix-cache and {ALLOW_COLD_DRAFT}: "
         "requests share draft KV, and without context it would depend on which request "
         "came first",
-        f"drop --disaggregation-decode-enable-radix-cache or {ALLOW_COLD_DRAFT} on decode",
+        "on decode drop --disaggregation-decode-enable-radix-cache, or unset "
+        f"{ALLOW_COLD_DRAFT}",
     ),
 )
 
@@ -545,9 +546,9 @@ _TRANSFER: tuple[Refusal, ...] = (
         "TAIL-AUX-TCP",
         "both",
         _metadata_elsewhere,
-        "a tail needs metadata that is in host memory and is sent by RDMA; these "
-        f"settings keep it elsewhere or send it over TCP: {MOONCAKE_POOL} is "
-        f"{{{MOONCAKE_POOL}}}, {MOONCAKE_AUX_TCP} is {{{MOONCAKE_AUX_TCP}}}",
+        "a tail needs metadata in host memory, sent by RDMA, but this engine has "
+        f"{MOONCAKE_POOL} {{{MOONCAKE_POOL}}} and {MOONCAKE_AUX_TCP} "
+        f"{{{MOONCAKE_AUX_TCP}}}: metadata would be in device memory or sent over TCP",
         f"unset {MOONCAKE_AUX_TCP} and {MOONCAKE_POOL} on both engines",
     ),
     Refusal(
