@@ -172,7 +172,10 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "json_schema": {"json_schema": SCHEMA},
     "ebnf": {"ebnf": 'root ::= "yes" | "no"'},
     "a low temperature": {"temperature": 1e-5},
-    "a high temperature": {"temperature": 5.0},
+    "a high temperature": {"temperature": 1e30},
+    "a bias against every token": {
+        "logit_bias": {str(token): -1e39 for token in range(260)}
+    },
 }
 
 

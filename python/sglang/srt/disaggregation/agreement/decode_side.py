@@ -60,8 +60,9 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 0.5
 _REFUSAL_AGE_S = 1.0
 # A prefill without this agreement drops an abort that comes before its request, which
-# the router sends to both engines at the same time.
-_ABORT_AFTER_S = 0.5
+# the router sends to both engines at the same time: the first is for one that is quick,
+# so that the client's answer is, and the second for one that is busy.
+_ABORT_AFTER_S = (0.1, 0.5)
 _MAX_REASON_BYTES = 2048
 # Backends whose prefill reads a refusal, if it has this agreement; others get an abort.
 _READ_REFUSALS = ("nixl", "mooncake")
@@ -319,7 +320,7 @@ def _tell(
 ) -> None:
     """Send the reason to every rank of prefill that may hold the request, once.
 
-    A prefill without this agreement gets an abort. One that is not reached holds the
+    A prefill without this agreement gets aborts. One that is not reached holds the
     request until its bootstrap timeout.
     """
     # Not at the top: that package imports conn.py, which imports this module.
@@ -327,17 +328,17 @@ def _tell(
     from sglang.srt.disaggregation.common.control_threads import should_log
 
     room = str(receiver.bootstrap_room).encode("ascii")
-    message = [b"ABORT", room]
     theirs = refusal.description
-    if theirs.get("version") and theirs.get("backend") in _READ_REFUSALS:
-        message = [ROOM_REFUSED, room, refusal.reason.encode()[:_MAX_REASON_BYTES]]
-    else:
-        time.sleep(max(0.0, refused_at + _ABORT_AFTER_S - time.monotonic()))
+    reads = theirs.get("version") and theirs.get("backend") in _READ_REFUSALS
+    reason = refusal.reason.encode()[:_MAX_REASON_BYTES]
+    message = [ROOM_REFUSED, room, reason] if reads else [b"ABORT", room]
     try:
-        for contact in _contacts(receiver, refusal, dp_rank):
-            sock, lock = receiver._connect_to_bootstrap_server(contact)
-            with lock:
-                sock.send_multipart(message, zmq.NOBLOCK)
+        for delay_s in (0.0,) if reads else _ABORT_AFTER_S:
+            time.sleep(max(0.0, refused_at + delay_s - time.monotonic()))
+            for contact in _contacts(receiver, refusal, dp_rank):
+                sock, lock = receiver._connect_to_bootstrap_server(contact)
+                with lock:
+                    sock.send_multipart(message, zmq.NOBLOCK)
     except Exception as error:
         if should_log(f"tell {receiver.bootstrap_addr}"):
             logger.warning(
