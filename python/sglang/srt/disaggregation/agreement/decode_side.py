@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 0.5
 _REFUSAL_AGE_S = 1.0
 # A prefill without this agreement drops an abort that comes before its request, which
-# the router sends to both engines at the same time: the first is for one that is quick,
-# so that the client's answer is, and the second for one that is busy.
+# the router sends to both engines at the same time. So it gets two: an early one, with
+# which a quick prefill answers its client soon, and a later one for a busy prefill.
 _ABORT_AFTER_S = (0.1, 0.5)
 _MAX_REASON_BYTES = 2048
 # Backends whose prefill reads a refusal, if it has this agreement; others get an abort.
