@@ -1,4 +1,4 @@
-"""Tables of the page on agreement, from the rows that the engines decide by."""
+"""Tables of the page on agreement, from the rules that the engines decide by."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Prose = Callable[[str], str]
 _ROW_HEADER = ("code", "what happens", "compares", "says", "leads to", "fix")
 
 
-def agreement_rows(table: Table, prose: Prose) -> str:
-    """One table per group of rows, in the order in which they decide."""
+def agreement_rules(table: Table, prose: Prose) -> str:
+    """One table per group of rules, in the order in which they decide."""
     rules = load("rules")
     parts = []
-    for title, rows in (
+    for title, group in (
         ("Engines and target KV", rules.ENGINE_RULES),
         ("Draft and tail", rules.DRAFT_RULES),
     ):
-        body = [_row(rule, prose) for rule in rows]
+        body = [_row(rule, prose) for rule in group]
         parts.append(f"### {title}\n\n{table(_ROW_HEADER, body)}")
     return "\n\n".join(parts)
 
@@ -42,7 +42,7 @@ def _row(rule: Any, prose: Prose) -> tuple[object, ...]:
 
 
 def runtime_codes(table: Table, prose: Prose) -> str:
-    """Codes of errors that are not rows."""
+    """Codes of errors that are not rules."""
     codes = load("rules").RUNTIME_CODES
     rows: list[tuple[object, ...]] = [
         (f"`{c.code}`", c.where, prose(c.meaning), prose(c.fix)) for c in codes
@@ -50,15 +50,18 @@ def runtime_codes(table: Table, prose: Prose) -> str:
     return table(("code", "raised by", "means", "fix"), rows)
 
 
-def doctor_rows(table: Table, prose: Prose) -> str:
-    """What the doctor says besides the engines' own rules, reading included."""
+def doctor_checks(table: Table, prose: Prose) -> str:
+    """What the doctor checks in addition to the engines' own rules."""
     rows: list[tuple[object, ...]] = [
         (
-            f"`{row.code}`",
-            row.severity,
-            *(prose(_named(text)) for text in (row.message, row.consequence, row.fix)),
+            f"`{check.code}`",
+            check.severity,
+            *(
+                prose(_named(text))
+                for text in (check.message, check.consequence, check.fix)
+            ),
         )
-        for row in (*REMARKS.values(), *CHECKS)
+        for check in (*REMARKS.values(), *CHECKS)
     ]
     parts = [table(("code", "finding", "says", "leads to", "fix"), rows)]
     refused: list[tuple[object, ...]] = [
@@ -70,7 +73,8 @@ def doctor_rows(table: Table, prose: Prose) -> str:
         for refusal in load("handoff_refusals").REFUSALS
     ]
     parts.append(
-        "What engines of a tail refuse to start with, asked of described ones:"
+        "Settings with which an engine refuses to start a tail handoff. The doctor checks "
+        "them for engines that do not run yet; an engine says the code without `DOC-`:"
     )
     parts.append(table(("code", "engine", "says", "fix"), refused))
     return "\n\n".join(parts)

@@ -7,7 +7,7 @@
   new token each, in turn; the ratio of the medians. Decode writes draft KV on the same
   cores meanwhile, so a second ratio counts the CPU time of prefill's processes alone
   (aim: 0.98 or more)
-- bytes moved / formula: what NIXL posted against KV, metadata and the rows that exist
+- bytes moved / formula: what NIXL posted against KV, metadata and existing hidden states
   (aim: 1.02 or less)
 - decode step time with the set / stock: needs DIR, a folder that holds an SGLang with
   the CPU platform's hunk only; one native pair of each, in turn
@@ -38,7 +38,7 @@ from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
 TAIL = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
 CAPTURE = {**TAIL, "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 DRAFT_CONFIG = {"speculative-draft-model-path": str(MODELS.draft_swa)}
-# Fixed metadata of one request, and the header in front of its rows.
+# Fixed metadata of one request, and the header in front of its hidden states.
 METADATA_BYTES, HEADER_BYTES = 1600, 64
 PASSES = 8
 PREFILL_PROMPTS = make_prompts(12, seed=5, key_len=(10, 23), prompt_tokens=(480, 512))

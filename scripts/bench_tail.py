@@ -69,7 +69,7 @@ def summary(draft: str, tail: int | None, name: str, replies: list[Reply]) -> Po
 
 
 def pair_specs(draft: str, tail: int) -> list[EngineSpec]:
-    """Prefill and decode that agree on `tail` rows, partial context allowed."""
+    """Prefill and decode with a tail of `tail` tokens, partial context allowed."""
     layers = check_checkpoint(DRAFTS[draft], "draft")["target_layer_ids"]
     both = {
         "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": str(tail),

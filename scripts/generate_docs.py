@@ -303,17 +303,17 @@ PARTS_BY_NAME: dict[str, Callable[[], str]] = {
     "errors": error_table,
     "options": option_reference,
     "envelope": envelope_table,
-    "agreement": lambda: agreement_tables.agreement_rows(table, prose),
+    "agreement": lambda: agreement_tables.agreement_rules(table, prose),
     "runtime codes": lambda: agreement_tables.runtime_codes(table, prose),
     "tail measurements": tail_measurements,
-    "doctor rows": lambda: agreement_tables.doctor_rows(table, prose),
+    "doctor checks": lambda: agreement_tables.doctor_checks(table, prose),
 }
 PAGES = {
     "../../README.md": ("size of the set",),
     "advanced_features/dspark_pd_agreement.mdx": (
         "agreement",
         "runtime codes",
-        "doctor rows",
+        "doctor checks",
     ),
     "advanced_features/dspark_pd_pp.mdx": ("tail measurements",),
     "advanced_features/dspark_pd_hunks.mdx": ("counts", "files", "register", "modules"),

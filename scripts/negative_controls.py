@@ -3,14 +3,14 @@
 
 Each hunk names a test in `proved_by`. This runs that test on a tree that has the whole
 set applied but for the one hunk. The test must run and fail: a pass means that it proves
-nothing, an error while it is collected means that nobody knows.
+nothing, an error while it is collected leaves that open.
 
     scripts/negative_controls.py [ID ...] [--sglang DIR] [--jobs 2]
 
 DIR is the folder that holds an unpatched `sglang/` and its dist-info (an unpacked wheel);
 the default downloads the release that this interpreter has installed. Tests run with this
 interpreter, so it needs torch and SGLang's requirements. End-to-end tests are listed, not
-run. Exit code 1 if any control does not bite.
+run. Exit code 1 if a test passes without its hunk, or does not run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one control showed; ``bites`` is what is asked of it."""
+    """What one control showed; ``holds`` if it is as it must be."""
 
     hunk: Hunk
     verdict: str
@@ -65,8 +65,8 @@ class Outcome:
     output: str = ""
 
     @property
-    def bites(self) -> bool:
-        return self.verdict in ("bites", "e2e: not run here")
+    def holds(self) -> bool:
+        return self.verdict in ("fails without it", "e2e: not run here")
 
 
 def main() -> int:
@@ -83,10 +83,10 @@ def main() -> int:
         print(f"{len(hunks)} controls on SGLang {target.release}", flush=True)
         apply_all(trees)
         outcomes = list(run_all(patch_set, hunks, stock, trees))
-    failed = [outcome for outcome in outcomes if not outcome.bites]
+    failed = [outcome for outcome in outcomes if not outcome.holds]
     for outcome in failed:
         print(f"\n--- {outcome.hunk.id}: {outcome.verdict}\n{outcome.output[-3000:]}")
-    print(f"{len(outcomes) - len(failed)} controls bite, {len(failed)} do not")
+    print(f"{len(outcomes) - len(failed)} controls hold, {len(failed)} do not")
     return 1 if failed else 0
 
 
@@ -154,7 +154,7 @@ def run_all(
     with ThreadPoolExecutor(len(trees)) as pool:
         for number, outcome in enumerate(pool.map(one, hunks), 1):
             print(
-                f"[{number}/{len(hunks)}] {outcome.hunk.id:44} {outcome.verdict:10} "
+                f"[{number}/{len(hunks)}] {outcome.hunk.id:44} {outcome.verdict:18} "
                 f"{outcome.seconds:5.1f} s",
                 flush=True,
             )
@@ -232,9 +232,9 @@ def in_fork(proof: str, tree: str, log: str) -> None:
 
 def verdict_of(code: int, output: str) -> str:
     if code == 0:
-        return "no bite"
+        return "passes without it"
     if code == 1 and re.search(r"\b[1-9]\d* failed", output):
-        return "bites"
+        return "fails without it"
     return "broken"
 
 

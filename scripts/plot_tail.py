@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draw what bench_tail.py measured: accept length over tail length, one panel a draft.
+"""Draw what bench_tail.py measured: accept length over tail length, a panel per draft.
 
     scripts/plot_tail.py MEASURED.json PLOT.svg
 
-A line per prompt length; dashed, in the same colour, is unified serving: what a draft
-reaches that has all of its context. Needs requirements/plots.txt. The same numbers give
-the same file, byte for byte; its description has their SHA-256.
+One line per prompt length. The dashed line of the same colour is unified serving, where
+the draft has all of its context. Needs requirements/plots.txt. The same numbers give the
+same file, byte for byte; its description holds their SHA-256.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _panel(panel: Any, draft: str, points: Points) -> None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(tails, map(str, tails))
     panel.minorticks_off()
-    panel.set_xlabel("tail rows")
+    panel.set_xlabel("tail tokens")
     panel.set_title(f"{draft} draft (dashed: unified serving)", fontsize=10)
     panel.grid(alpha=0.3)
 

@@ -7,7 +7,7 @@ from dspark_pd.bed.prompts import Prompt, make_prompts
 from .models import Draft, Target
 from .speculate import greedy_continuation, walk
 
-#: Accept length asked for with and without the prompt's context rows.
+#: Accept length asked for with and without the prompt's context.
 AT_LEAST, AT_MOST = 3.5, 1.6
 
 

@@ -54,7 +54,7 @@ def test_a_second_apply_says_so_in_one_line(run: Run, site: Path) -> None:
     assert set(first.out.splitlines()[1:-1]) <= set(loud.out.splitlines())
 
 
-def test_a_text_over_lines_is_left_alone(run: Run, site: Path) -> None:
+def test_a_string_over_several_lines_is_not_reindented(run: Run, site: Path) -> None:
     """ast-grep indents the text of a string again when it repeats a statement."""
     fake_sglang.install(site, "1.1.0")
     run("apply", "--target", site)
@@ -116,7 +116,7 @@ def test_a_component_goes_with_the_one_it_needs(run: Run, site: Path) -> None:
     assert snapshot(site) == before
 
 
-def test_a_component_that_is_none_is_refused(run: Run, site: Path) -> None:
+def test_an_unknown_component_is_refused(run: Run, site: Path) -> None:
     for verb in ("apply", "revert", "diff", "status"):
         outcome = run(verb, "--target", site, "--component", "handof")
         assert outcome.codes == ["U002"], verb
@@ -239,7 +239,7 @@ def test_a_changed_set_is_applied_over_the_old_one(
     assert snapshot(site) == before
 
 
-def test_a_component_for_later_releases_is_said_to_do_nothing(
+def test_apply_says_which_components_have_nothing_for_the_release(
     run: Run, site: Path, overlay: Path
 ) -> None:
     hunks = overlay / "srt/devices.py.hunks.yml"

@@ -108,7 +108,7 @@ def test_each_missing_distribution_is_named(
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = dict.fromkeys(checks._NEEDED, "0.5.22")
     monkeypatch.setattr(checks, "_probe", lambda: versions)
-    with pytest.raises(BedError, match=r"not made for SGLang 0\.5\.22") as caught:
+    with pytest.raises(BedError, match=r"does not run with SGLang 0\.5\.22") as caught:
         checks.check_installed()
     assert "requirements/engine-0.5.23.txt" in caught.value.next_step
 

@@ -119,7 +119,7 @@ def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "many"])
-def test_a_count_of_requests_that_is_none_is_refused(
+def test_a_count_of_requests_that_is_not_positive_is_refused(
     count: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -111,7 +111,7 @@ def test_a_fork_outlives_its_zygote_and_its_end_is_noticed(
     assert ended(server) == -signal.SIGKILL
 
 
-def test_an_interrupted_question_spoils_no_other(
+def test_an_interrupted_request_does_not_affect_the_next(
     mother: Zygote, environ: dict[str, str], log: Path
 ) -> None:
     server = mother.fork([*SERVER_ARGV, "wait"], environ, log)

@@ -142,7 +142,7 @@ def test_an_interrupt_says_how_to_go_on(
     assert "apply or revert" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_output_closed_by_its_reader_is_not_an_error() -> None:
     command = f"{sys.executable} -m dspark_pd list --errors | head -1; "
     command += "echo ${PIPESTATUS[0]}"
     done = subprocess.run(

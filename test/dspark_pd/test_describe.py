@@ -231,7 +231,9 @@ def test_what_is_described_is_what_the_doctor_reads(
 
 @pytest.mark.usefixtures("without_sglang")
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "docker", "run"], ["--tp", "4"]])
-def test_a_command_that_is_none_is_a_usage_error(run: Run, words: list[str]) -> None:
+def test_words_that_start_no_engine_are_a_usage_error(
+    run: Run, words: list[str]
+) -> None:
     assert run("describe", *words).code == 2
 
 

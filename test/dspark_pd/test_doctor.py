@@ -343,7 +343,7 @@ OWN_CHECKS = {
 
 
 @pytest.mark.parametrize("code", OWN_CHECKS)
-def test_each_check_of_the_doctors_own(bench: Bench, code: str) -> None:
+def test_each_check_of_the_doctor_fires_on_its_case(bench: Bench, code: str) -> None:
     model = bench.model("qwen", QWEN)
     draft = dspark(bench, SLIDING, "swa")
     prefill, prefill_env, decode, decode_env = (
@@ -358,7 +358,7 @@ def test_each_check_of_the_doctors_own(bench: Bench, code: str) -> None:
     assert code not in bench.codes(*plain)
 
 
-def test_a_tail_on_a_release_that_hands_none_over(bench: Bench) -> None:
+def test_a_tail_on_a_release_without_the_handoff_is_an_error(bench: Bench) -> None:
     tail = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
     found = {}
     for release in ("0.5.19", "0.5.22", "0.5.23", "0.5.23.post1", "main"):

@@ -164,20 +164,22 @@ def assert_not_reachable(run: Run, address: str, found: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [[], "text", None])
-def test_a_server_that_is_no_engine(serve, run: Run, answer) -> None:
+def test_a_server_that_is_not_an_engine_is_not_reachable(
+    serve, run: Run, answer
+) -> None:
     address = serve({})
     # Any JSON but an object of arguments.
     serve.handlers[address].answers["/server_info"] = answer
     assert_not_reachable(run, address, "no JSON object")
 
 
-def test_a_web_page_is_no_engine(serve, run: Run) -> None:
+def test_a_web_page_is_refused_as_an_engine(serve, run: Run) -> None:
     address = serve({})
     serve.handlers[address].page = b"<html>not here</html>"
     assert_not_reachable(run, address, "(text/html, 21 bytes)")
 
 
-def test_a_value_of_another_kind_is_no_engines(serve, run: Run) -> None:
+def test_an_argument_of_a_wrong_type_is_not_reachable(serve, run: Run) -> None:
     assert_not_reachable(run, serve({"tp_size": "four"}), "tp_size 'four', not a whole")
 
 
@@ -212,7 +214,7 @@ def test_an_engine_that_does_not_answer(run: Run) -> None:
 
 
 @pytest.mark.parametrize("port", [None, -1, 99999999])
-def test_a_bootstrap_port_that_is_none(serve, run: Run, port: object) -> None:
+def test_a_bootstrap_port_that_is_not_a_port(serve, run: Run, port: object) -> None:
     prefill = serve({"tp_size": 1, "disaggregation_bootstrap_port": port})
     codes = codes_of(run, prefill, serve({"tp_size": 1}))
     assert "DOC-BOOTSTRAP" in codes
@@ -292,7 +294,7 @@ def test_an_engine_with_an_api_key(
 
 
 @pytest.mark.parametrize("value", [None, "", "two\nlines"])
-def test_a_key_that_is_none(
+def test_an_unset_api_key_variable_is_an_error(
     run: Run, monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     if value is None:

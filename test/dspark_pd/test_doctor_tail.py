@@ -70,7 +70,7 @@ def refusals(bench: Bench, given: tuple[str, ...]) -> dict[str, Finding]:
 
 
 @pytest.mark.parametrize("given", REFUSED, ids=" ".join)
-def test_what_the_start_up_refuses_is_foretold(
+def test_what_start_up_refuses_the_doctor_refuses(
     bench: Bench, given: tuple[str, ...]
 ) -> None:
     code, *pair = given
@@ -78,7 +78,9 @@ def test_what_the_start_up_refuses_is_foretold(
 
 
 @pytest.mark.parametrize("given", ACCEPTED, ids=" ".join)
-def test_what_it_does_not_refuse_is_not(bench: Bench, given: tuple[str, ...]) -> None:
+def test_what_start_up_accepts_the_doctor_accepts(
+    bench: Bench, given: tuple[str, ...]
+) -> None:
     assert refusals(bench, given) == {}
 
 

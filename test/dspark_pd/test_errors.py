@@ -343,7 +343,7 @@ def test_list_errors_shows_all(run: Run) -> None:
         assert f"error[{code}]" in outcome.out
 
 
-def test_many_problems_are_told_at_once(run: Run, site: Path) -> None:
+def test_many_problems_are_reported_together(run: Run, site: Path) -> None:
     """A user who meets a new build should not find what does not fit one by one."""
     fake_sglang.install(site, "1.1.0")
     for path in ("srt/managers/relay.py", "srt/start.py"):

@@ -283,7 +283,7 @@ def test_an_output_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("name", "found"), [("none", "no folder"), ("file", "is a file")]
 )
-def test_a_path_that_is_no_folder_is_said_as_such(
+def test_a_target_that_is_not_a_folder_is_named(
     run: Run, tmp_path: Path, name: str, found: str
 ) -> None:
     (tmp_path / "file").write_text("")

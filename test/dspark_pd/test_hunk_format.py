@@ -169,7 +169,7 @@ def test_a_wrong_component_is_refused(
     assert run("list").codes == ["S202"]
 
 
-def test_how_many_drop_conditions_a_program_decides_is_told(run: Run) -> None:
+def test_list_counts_drop_conditions_that_a_program_decides(run: Run) -> None:
     listed = run("list").data
     assert (listed["decidable"], len(listed["hunks"])) == (1, 3)
 

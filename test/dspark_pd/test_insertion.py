@@ -101,7 +101,7 @@ def test_before_and_inside_at_once() -> None:
     assert insert(f"def f():\n    {old}\n", old, new) == f"def f():\n    {new}\n"
 
 
-def test_an_insertion_is_told_as_a_person_would() -> None:
+def test_an_insertion_is_found_as_one_piece() -> None:
     match = _match("if not a(1):", "not a(1)", "not a(1) and not (b or c(2))")
     (edit,) = edits_of(match, b"if not a(1):")
     assert (edit.at, edit.text) == (11, " and not (b or c(2))")

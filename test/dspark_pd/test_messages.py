@@ -64,7 +64,7 @@ def test_an_edit_is_shown_and_undone_by_the_commands_of_its_error(
     assert "# mine" not in (site / RELAY).read_text()
 
 
-def test_an_edit_of_our_own_module_is_shown_against_the_set(
+def test_an_edit_of_a_module_of_the_set_is_shown_as_a_diff(
     run: Run, site: Path
 ) -> None:
     run("apply", "--target", site)
@@ -110,7 +110,7 @@ def test_an_unknown_hunk_is_answered_with_its_neighbours(run: Run) -> None:
 # -- the right one is named --------------------------------------------------------------
 
 
-def test_a_lost_record_is_told_once_by_every_verb(
+def test_every_verb_reports_a_lost_record_once(
     run: Run, site: Path, overlay: Path
 ) -> None:
     hunks = overlay / "srt/managers/relay.py.hunks.yml"
@@ -150,7 +150,7 @@ def test_revert_of_a_target_without_our_lines_needs_no_record(
     assert (outcome.code, outcome.data["changed"]) == (0, False)
 
 
-def test_another_encoding_is_no_fault_of_the_set(
+def test_a_file_that_is_not_utf8_is_reported_as_such(
     run: Run, site: Path, overlay: Path
 ) -> None:
     """Also where a drop condition looks into the file before any rule does."""

@@ -65,7 +65,9 @@ def test_what_needs_attention_is_listed_and_fits_a_screen(
     assert "conflict" in out and "... and 28 more; -v lists all" in out
 
 
-def test_what_upstream_has_is_said_with_its_release(run: Run, site: Path) -> None:
+def test_a_hunk_that_upstream_has_is_shown_with_its_release(
+    run: Run, site: Path
+) -> None:
     outcome = run("status", "--target", site)
     rows = {row["id"]: row for row in outcome.data["hunks"]}
     row = rows["start.check-settings"]
@@ -118,7 +120,7 @@ def test_our_own_symbol_does_not_count_as_upstreams(
         assert states(run("status", "--target", site))["relay.keep-input"] == "applied"
 
 
-def test_a_conflict_is_said_for_its_hunk_alone(run: Run, site: Path) -> None:
+def test_a_conflict_is_shown_at_its_hunk_only(run: Run, site: Path) -> None:
     fake_sglang.install(site, "1.1.0")
     (site / "sglang/srt/managers/relay.py").write_text("class Relay:\n    pass\n")
     outcome = run("status", "--target", site)

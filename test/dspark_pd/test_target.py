@@ -81,7 +81,7 @@ def test_an_install_from_an_archive_is_not_followed(
     assert run("status", "--target", venv).codes == ["T101"]
 
 
-def test_a_packed_wheel_is_no_target(run: Run, tmp_path: Path) -> None:
+def test_a_packed_wheel_is_refused_as_a_target(run: Run, tmp_path: Path) -> None:
     """Its grandparent folder may hold an SGLang that nobody meant."""
     fake_sglang.install(tmp_path)
     wheel = tmp_path / "wheels" / "sglang-1.2.0-py3-none-any.whl"
@@ -101,7 +101,7 @@ def test_the_one_of_this_interpreter(
     assert "sglang" not in sys.modules
 
 
-def test_the_overlay_is_no_target(run: Run, overlay: Path) -> None:
+def test_the_overlay_is_refused_as_a_target(run: Run, overlay: Path) -> None:
     """It mirrors SGLang's tree, and patching it would destroy the set."""
     for place in (overlay, overlay.parent, overlay.parent.parent):
         assert run("apply", "--target", place).codes == ["T101"]

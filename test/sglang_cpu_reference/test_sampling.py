@@ -45,7 +45,7 @@ def test_a_token_of_no_weight_is_never_drawn():
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), 0.0])
-def test_weights_that_are_none_give_some_token(weight):
+def test_weights_that_allow_no_token_still_give_one(weight):
     """A request whose own fields forbid every token must not end its engine."""
     weights = torch.full((2, VOCABULARY), weight)
     tokens = sampling.draw(weights, torch.tensor([0.0, 0.9]))

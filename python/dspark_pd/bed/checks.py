@@ -63,7 +63,7 @@ def check_installed() -> Installed:
     installed = Installed(versions)
     if installed.sglang not in _RELEASES_RUN:
         raise BedError(
-            f"the demo was not made for SGLang {installed.sglang}",
+            f"the demo does not run with SGLang {installed.sglang}",
             expected=f"SGLang {' or '.join(_RELEASES_RUN)} beside {interpreter()}",
             found=installed.sglang,
             cause="SGLang was installed or updated by hand",
@@ -123,7 +123,7 @@ def check_applied() -> None:
     raise BedError(
         "this SGLang release is not served by the patch set"
         if unsupported
-        else "the patch set is not applied, or not completely",
+        else "the patch set is not applied, or only in part",
         expected=f"an SGLang in the environment of {interpreter()} with the set on it",
         found=_last_words(answer, _ERROR_LINES if unsupported else 1),
         next_step=_pip_install(_REQUIREMENTS)
@@ -175,7 +175,7 @@ def _mem_available(meminfo: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise BedError(
-        "the kernel does not say how much memory is free", found=str(meminfo)
+        "cannot tell how much memory is free: no MemAvailable", found=str(meminfo)
     )
 
 

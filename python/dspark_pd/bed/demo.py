@@ -236,9 +236,9 @@ def _conclude(report: Report) -> int:
     print(f"\n{report.table()}\n")
     print(
         "verify steps = passes of the target over drafted tokens; accept length = tokens"
-        f" per pass\n(1 = every draft refused, {report.gamma + 1} = every draft accepted)."
-        " Output is identical even when the draft is blind:\nthe accept length tells"
-        " whether its context arrived.\n"
+        f" per pass\n(1 = no drafted token accepted, {report.gamma + 1} = all accepted)."
+        " Output is the same even if the draft has no context:\nonly the accept length"
+        " shows whether its context arrived.\n"
     )
     claims = report.claims()
     for claim in claims:

@@ -39,8 +39,8 @@ _CAUSES = (
     ),
     Cause(
         r"address already in use|Port is already in use|Errno 98",
-        "a port was taken between the choice and the start",
-        "run again; ports are chosen afresh",
+        "another program took a port before the engine could",
+        "run again; other ports are chosen",
     ),
     Cause(
         r"No module named '?nixl|NIXL.*(not installed|not available)",

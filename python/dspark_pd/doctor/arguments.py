@@ -61,7 +61,9 @@ def _logical_lines(text: str) -> list[str]:
         elif _shlex(line[:-1], comments=True) == _shlex(line[:-1], comments=False):
             open_line += line[:-1]
         else:
-            raise NotArguments(f"a comment in a line that goes on; {_RUN_DESCRIBE}")
+            raise NotArguments(
+                f"a comment in a line that continues on the next; {_RUN_DESCRIBE}"
+            )
     if open_line:
         lines.append(open_line)
     return lines

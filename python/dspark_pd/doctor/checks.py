@@ -72,7 +72,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         ERROR,
         "the engine given as --prefill runs with {prefill_mode}, the one given as "
         "--decode with {decode_mode}",
-        "requests would find no peer",
+        "the two cannot serve a request together",
         "swap the two if they are the wrong way round, or start them with --disaggregation-mode prefill and decode",
         lambda p, d: _wrong_role(p) or _wrong_role(d),
     ),
@@ -80,7 +80,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "DOC-RELEASE",
         WARNING,
         "the engines run different releases of SGLang",
-        "the transfer protocol is kept compatible within a release only",
+        "SGLang keeps its transfer protocol compatible within one release only",
         "run the same release on both",
         lambda p, d: p.release and d.release and p.release != d.release,
     ),
@@ -96,7 +96,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "DOC-CHECKSUM-TAIL",
         ERROR,
         "the KV checksum is enabled on one engine only, and prefill hands over a tail",
-        "metadata buffers pair by position and no longer line up",
+        "metadata buffers are paired by position, and the positions differ",
         "give --disaggregation-enable-kv-checksum to both or to none",
         lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
     ),
@@ -111,8 +111,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "DOC-TAIL-RELEASE",
         ERROR,
-        "prefill is to capture a tail, but an engine's release cannot hand one over",
-        "the variables of the tail are ignored there and the draft starts cold",
+        "prefill is set to capture a tail, but one engine runs a release without it",
+        "that engine ignores the tail's variables, and the draft starts without context",
         f"run SGLang {served_by('handoff')} with the component handoff on both, or run "
         "DSPARK on prefill",
         lambda p, d: p.mode == "tail" and (_no_handoff_for(p) or _no_handoff_for(d)),
@@ -144,8 +144,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "DOC-TAIL-RADIX",
         NOTE,
-        "prefill reuses prefixes and captures a tail",
-        "matches end before the tail, so each hit recomputes that many tokens",
+        "prefill has a prefix cache and captures a tail",
+        "a match ends before the tail, so each hit computes the tail's tokens again",
         "nothing to do",
         lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
     ),
@@ -153,7 +153,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "DOC-HICACHE-FOLDER",
         WARNING,
         "prefill stores KV in files but no folder is set",
-        "all engines of this machine share the default folder",
+        "all engines on this machine share the default folder",
         f"set {HICACHE_FOLDER} on prefill",
         _file_backend_without_folder,
     ),
@@ -174,7 +174,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "DOC-HICACHE-COLD",
         WARNING,
         "prefill caches target KV only",
-        "prefixes stored now have no draft KV, also after DSPARK is enabled on prefill",
+        "prefixes stored now have no draft KV, even after DSPARK is enabled on prefill",
         "empty the cache when DSPARK is enabled on prefill",
         (
             lambda p, d: (

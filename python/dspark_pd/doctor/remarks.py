@@ -12,7 +12,7 @@ from dspark_pd.doctor.engine import ERROR, WARNING, Finding
 
 _MODELS_NOT_COMPARED: Final = "models, drafts and DeepSeek-V4 rings are not compared"
 _NO_AGREEMENT: Final = (
-    "engines that disagree hang or draft cold instead of refusing each other"
+    "engines that disagree hang, or draft without context, instead of being refused"
 )
 
 REMARKS: Final[dict[str, Finding]] = {
@@ -35,48 +35,48 @@ REMARKS: Final[dict[str, Finding]] = {
         ERROR,
         "{role}: --speculative-num-draft-tokens is {tokens} and "
         "--speculative-dspark-block-size is {block}",
-        "SGLang asks for draft tokens = block size + 1 and refuses to start",
-        "give one of the two",
+        "SGLang wants draft tokens = block size + 1 and refuses to start",
+        "give only one of the two flags",
     ),
     "config": Finding(
         "DOC-CONFIG",
         WARNING,
         "the config of {role}'s model {model} cannot be read on this machine",
         _MODELS_NOT_COMPARED,
-        "run the doctor where the model lies",
+        "run the doctor on a machine that has the model's folder",
     ),
     "no model": Finding(
         "DOC-CONFIG",
         WARNING,
         "{role}: {source} names no --model-path",
         _MODELS_NOT_COMPARED,
-        "name the model where the engine is started",
+        "add --model-path to the engine's command",
     ),
     "damaged": Finding(
         "DOC-CONFIG",
         WARNING,
         "the config of {role}'s model, or of its draft, cannot be understood: {detail}",
         "the engines are compared by their flags alone",
-        "repair the config.json of the model or of its draft",
+        "correct the config.json of the model or of its draft",
     ),
     "bootstrap": Finding(
         "DOC-BOOTSTRAP",
         WARNING,
         "prefill's bootstrap server at {place} does not answer: {detail}",
-        "decodes cannot reach this prefill, or it is behind another address",
+        "decodes cannot reach this prefill, or it has another address for them",
         "open the port given by --disaggregation-bootstrap-port",
     ),
     "no bootstrap": Finding(
         "DOC-BOOTSTRAP",
         WARNING,
         "prefill at {source} names no bootstrap port",
-        "whether it describes itself to its peers is not known",
+        "the doctor cannot tell whether it describes itself to decodes",
         "start it with --disaggregation-mode prefill",
     ),
     "unpatched": Finding(
         "DOC-UNPATCHED",
         WARNING,
-        "{role} does not describe itself to its peers",
+        "{role} shows no description of itself (SGLang without sglang-dspark-pd)",
         _NO_AGREEMENT,
         "apply sglang-dspark-pd to it and restart it",
     ),
@@ -86,7 +86,7 @@ REMARKS: Final[dict[str, Finding]] = {
         "{role} runs SGLang {release}, on which engines do not describe themselves, "
         "with or without sglang-dspark-pd",
         _NO_AGREEMENT,
-        "run one of SGLang {served} with the set, or keep the flags of both equal",
+        "run one of SGLang {served} with the set, or make the flags of both agree",
     ),
 }
 

@@ -77,7 +77,7 @@ def _read(
             notes.append(f"SGLang's parser cannot be loaded ({error})")
         else:
             return {n: settled(n, value) for n, value in args.items()}, unknown
-    notes.append("read without SGLang: only the flags that dspark-pd knows")
+    notes.append("read without SGLang: only flags that dspark-pd knows")
     return arguments.parse(argv, Path())
 
 

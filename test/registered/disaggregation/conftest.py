@@ -1,11 +1,11 @@
 """Engines shared by the end-to-end tests of one session.
 
 Engines are forked from a process that has imported SGLang (`dspark_pd.bed.zygote`) and
-are ready after some four seconds; one with a PYTHONPATH of its own imports for itself and
-takes twelve. Tests share them all the same: `references` (unified serving, stopped once
-its answers are known), `native_pair` (overlap on, one rank per engine). What a module alone needs it starts in fixtures of its own. Each
-test leaves the engines healthy; the check at the end of the session names one that
-is not.
+are ready after some four seconds; an engine with a PYTHONPATH of its own imports SGLang
+itself and takes twelve. Tests share `references` (unified serving, stopped once its
+answers are known) and `native_pair` (overlap on, one rank per engine); other engines are
+fixtures of the module that needs them. Each test leaves the engines healthy; the check at
+the end of the session names one that is not.
 """
 
 from __future__ import annotations

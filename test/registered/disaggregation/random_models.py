@@ -1,7 +1,7 @@
 """Untrained checkpoints of other architectures, for tests that compare draft KV.
 
-Nothing they say means anything and nothing their draft says is accepted, so verify
-counts cannot judge them. What can be compared is the draft KV of every position that crosses the split.
+Their output is noise and no drafted token is accepted, so verify counts show nothing. What
+can be compared is the draft KV of every token whose context crosses the split.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each case pairs engines that cannot work together (or that can, although they differ)
 behind a router of their own. One good prefill and one good decode engine are shared by
 all cases and must serve after each. Before a case's first request the doctor is asked
-about the two running engines; it must foretell what happens. The last test prints the cases
+about the two running engines; it must predict the outcome. The last test prints the cases
 with the seconds to the error.
 """
 
@@ -90,12 +90,12 @@ def observe(shared: Shared, case: str, prefill: Engine, decode: Engine) -> Answe
     quicker = min(answer.seconds, again.seconds)
     assert answer.served or quicker < LIMIT_S, f"{case}: {quicker:.1f} s"
     assert diagnosis.works == answer.served, f"the doctor said {diagnosis}"
-    assert again.served == answer.served, "the second request fared otherwise"
+    assert again.served == answer.served, "the second request ended differently"
     return answer
 
 
 def assert_refused(shared, case, answer: Answer, code: str, *engines: Engine) -> None:
-    """The reason is in the client's error, in time, and nobody was harmed."""
+    """The client gets the reason in time, and all engines stay healthy."""
     assert not answer.served, f"{case} was accepted"
     assert f"[{code}]" in answer.body, answer.body
     assert DOCTOR_SAYS.get(code, code) in OBSERVED[case][1].codes
@@ -118,7 +118,7 @@ def in_words(case: str) -> str:
     return case.replace(" ", "-")
 
 
-def test_mismatch_none(shared: Shared) -> None:
+def test_mismatch_none_is_served(shared: Shared) -> None:
     """The good pair itself: served, and the doctor has nothing to say."""
     answer = observe(shared, "mismatch: none", shared.prefill, shared.decode)
     assert answer.served, answer.body
@@ -229,7 +229,7 @@ class TestWithoutThisSet:
         assert "fewer KV regions (8) than prefill (12)" in answer.body
 
     def test_mismatch_stock_prefill(self, shared: Shared, others) -> None:
-        """It cannot say what it runs."""
+        """It has no description."""
         prefill, case = others["stock-p"], "mismatch: stock prefill"
         answer = observe(shared, case, prefill, shared.decode)
         assert_refused(shared, case, answer, "PD-UNPATCHED-PREFILL", prefill)
@@ -241,7 +241,7 @@ class TestWithoutThisSet:
 
 
 class TestPlainPrefills:
-    """A cold draft that is asked for, and stages whose layers nobody can place."""
+    """A cold draft that was allowed, and stages whose layers cannot be placed."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -301,7 +301,9 @@ class TestTails:
         case, pair = "mismatch: captured layers", ("narrow", "decode")
         self.check(shared, case, "PD-TAIL-LAYERS", *(engines[name] for name in pair))
 
-    def test_mismatch_tail_nobody_expects(self, shared: Shared, engines) -> None:
+    def test_mismatch_tail_that_decode_does_not_expect(
+        self, shared: Shared, engines
+    ) -> None:
         case = "mismatch: a tail that decode does not expect"
         self.check(shared, case, "PD-MODE", engines["short"], shared.decode)
 

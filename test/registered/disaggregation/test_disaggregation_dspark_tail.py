@@ -211,7 +211,7 @@ PARTIAL = {
 
 @pytest.fixture(scope="class")
 def partial_client(bed: Bed) -> Iterator[Client]:
-    """A full-attention draft with eight tokens of context, asked for by name."""
+    """A full-attention draft with a tail of eight tokens, allowed explicitly."""
     ids = ",".join(map(str, captured_layers(MODELS.draft_full)))
     capture = {
         **CAPTURE,

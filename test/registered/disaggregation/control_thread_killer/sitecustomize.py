@@ -1,4 +1,4 @@
-"""Ends a control thread of a running engine, for tests of what is noticed then.
+"""Ends a control thread of a running engine, for tests of what happens then.
 
 Python imports a module of this name in every process whose PYTHONPATH holds this
 folder. A file in ``CONTROL_THREAD_KILLER_DIR`` names the function that a thread runs;

@@ -9,8 +9,8 @@ Life cycle of a prefill, as decode sees it:
    (`compare_instance`). That is a lost prefill, handled by upstream's own code.
 3. Refused: each of its requests fails with the reason before anything is registered
    (`refuse_request`), and prefill is told once, so that it does not hold the request
-   until its bootstrap timeout. Where a refusal is older than a second, the next request
-   makes contact anew; the refusal stands until that is answered.
+   until its bootstrap timeout. Once a refusal is older than a second, the next request
+   makes contact again; the refusal stands until that is answered.
 
 The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
 not raise there. All state is in `PrefillPeers`, one object of the KV manager.
@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 0.5
 _REFUSAL_AGE_S = 1.0
 # A prefill without this agreement drops an abort that comes before its request, which
-# the router sends to both engines at the same time: the first is for one that is quick,
-# so that the client's answer is, and the second for one that is busy.
+# the router sends to both engines at the same time. So it gets two: an early one, with
+# which a quick prefill answers its client soon, and a later one for a busy prefill.
 _ABORT_AFTER_S = (0.1, 0.5)
 _MAX_REASON_BYTES = 2048
 # Backends whose prefill reads a refusal, if it has this agreement; others get an abort.
@@ -72,7 +72,7 @@ _READ_REFUSALS = ("nixl", "mooncake")
 class Refusal:
     """Why decode does not work with a prefill.
 
-    `contacts` are the addresses of the prefill's ranks by DP rank, once asked for.
+    `contacts` are the addresses of the prefill's ranks by DP rank, filled on first use.
     """
 
     reason: str
@@ -88,7 +88,7 @@ class Refusal:
 
 @dataclasses.dataclass
 class Contact:
-    """One fetch of a prefill's topology: pending, then with what the rules say of it."""
+    """One fetch of a prefill's topology: pending, then with the verdict of the rules."""
 
     fetch: Future[bool] | None = None
     info: PrefillServerInfo | None = None
@@ -98,10 +98,10 @@ class Contact:
 
 @dataclasses.dataclass
 class PrefillPeer:
-    """What decode knows of the prefill at one bootstrap address.
+    """What decode knows about the prefill at one bootstrap address.
 
-    `is_slow` says that the scheduler waited for it in vain, and does not do so again
-    before it has answered. `logged` are the verdicts that the log has already.
+    `is_slow`: the scheduler waited once and got no answer; it does not wait again until
+    there is one. `logged`: the verdicts that are in the log already.
     """
 
     description: Description | None = None
@@ -118,13 +118,13 @@ class PrefillPeer:
 class PrefillPeers(dict[str, PrefillPeer]):
     """All prefills that requests of this decode have named, by bootstrap address.
 
-    Upstream keeps as many topologies: one for each prefill server that ever was.
+    Upstream keeps as many topologies: one for each bootstrap address it has met.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # As many prefills may be slow to answer at a time without delaying another, and
-        # one that is slow to be told delays no contact.
+        # So many prefills can be slow to answer without delaying another. Telling has a
+        # pool of its own, so that a prefill that is slow to be told delays no fetch.
         self.fetching = ThreadPoolExecutor(16, thread_name_prefix="agreement-fetch")
         self.telling = ThreadPoolExecutor(2, thread_name_prefix="agreement-tell")
 
@@ -140,7 +140,7 @@ def peers_of(manager: CommonKVManager) -> PrefillPeers:
 def prefill_description(
     manager: CommonKVManager, bootstrap_addr: str
 ) -> Description | None:
-    """What a prefill says of itself; None for one without this agreement."""
+    """A prefill's description of itself; None for one without this agreement."""
     peer = peers_of(manager).get(bootstrap_addr)
     return peer.description if peer is not None else None
 
@@ -218,7 +218,7 @@ def disagrees(
 
 
 def judge(*, decode: Description, prefill: Description) -> list[Verdict]:
-    """`decide`, with a description that cannot be compared refused as such."""
+    """`decide`; a description that cannot be compared is refused as PD-MALFORMED."""
     try:
         return decide(decode, prefill)
     except Exception as error:
@@ -245,12 +245,15 @@ def _description_from(response: requests.Response) -> Description | None:
             return described
     except (ValueError, RecursionError):
         pass
-    logger.error(f"A prefill sent a description that cannot be read: {header[:200]}")
+    logger.error(
+        "A prefill sent a description that cannot be read; it is treated as a prefill "
+        f"without sglang-dspark-pd: {header[:200]}"
+    )
     return None
 
 
 def _shown_by(info: PrefillServerInfo) -> Description:
-    """What the topology of a prefill without this agreement tells of it."""
+    """The description of a prefill without this agreement, from its topology."""
     return {
         **UNPATCHED,
         "page_size": info.page_size,
@@ -263,7 +266,7 @@ def _shown_by(info: PrefillServerInfo) -> Description:
 
 
 def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
-    """Take over what a finished contact found; a pending one changes nothing."""
+    """Use the result of a finished contact; a pending one changes nothing."""
     contact = peer.contact
     if contact is None or not contact.fetch.done():
         return
@@ -277,7 +280,11 @@ def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
     if error is not None:
         reason = f"[PD-UPSTREAM] {error}"
         if former is None or former.reason != reason:
-            logger.error(f"Refusing prefill {bootstrap_addr}", exc_info=error)
+            logger.error(
+                f"Refusing prefill {bootstrap_addr}: {reason}. This is one of SGLang's own "
+                "checks of a prefill; change what it names.",
+                exc_info=error,
+            )
     if reason is not None:
         theirs = contact.description or UNPATCHED
         peer.refusal = Refusal(reason, time.monotonic(), contact.info, theirs)
@@ -337,8 +344,9 @@ def _tell(
     except Exception as error:
         if should_log(f"tell {receiver.bootstrap_addr}"):
             logger.warning(
-                f"Prefill {receiver.bootstrap_addr} was not told that request "
-                f"{receiver.bootstrap_room} is refused: {error!r}"
+                f"Prefill {receiver.bootstrap_addr} was not told that decode refuses "
+                f"request {receiver.bootstrap_room}, and holds it until its bootstrap "
+                f"timeout: {error!r}"
             )
 
 
@@ -376,7 +384,10 @@ def compare_instance(
     known = peer.instance if peer is not None else None
     if known is None or response.headers.get(INSTANCE_HEADER, known) == known:
         return
-    logger.error(f"Prefill {bootstrap_addr} was restarted; its requests fail")
+    logger.error(
+        f"Prefill {bootstrap_addr} was restarted: requests sent to it before that fail, "
+        "the next one makes contact again"
+    )
     # The peer stays: the scheduler may be asking it again, and judges the answer by it.
     peer.logged = []
     manager._handle_node_failure(bootstrap_addr)

@@ -247,7 +247,7 @@ def draft_kv_dtype(
 def describe_tail(
     role: str, draft_config: Mapping[str, Any] | None, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What flags and environment say of a tail; the running engine knows more.
+    """The tail as flags and environment give it; the running engine knows more.
 
     `window_need` is the number of tokens whose hidden states the draft reads before its
     block: None for a draft that attends to everything, absent when its config is unknown.
@@ -282,7 +282,7 @@ def window_need(config: Mapping[str, Any]) -> int | None:
 def geometry(
     config: Mapping[str, Any], fields: tuple[tuple[str, str], ...]
 ) -> dict[str, Any]:
-    """What the config says of the given (label, key) pairs, and its KV heads.
+    """Values of the config for the given (label, key) pairs, and its KV heads.
 
     A key that the config leaves out is left out: a file and a config object made from
     it differ in the defaults, and engines compare what both know.
@@ -302,7 +302,7 @@ def geometry(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embedding under one spelling; configs know it in two."""
+    """Rotary embedding in one spelling; configs use two."""
     text = _text_config(config)
     nested = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(nested, Mapping) or any(
@@ -345,10 +345,10 @@ def ring_sizes(
     *,
     capturing: bool,
 ) -> dict[str, int] | None:
-    """Rows of the DeepSeek-V4 compressor rings that are shipped whole, by ratio.
+    """Entries of the DeepSeek-V4 compressor rings that are transferred whole, by ratio.
 
-    Ratio 128 is left out: its state travels in pages of its own that are compatible
-    across ring sizes. None for other models, and where the draft tokens are not known.
+    Ratio 128 is left out: its state is transferred in pages of its own that are
+    compatible across ring sizes. None for other models, and where the draft tokens are not known.
     """
     ratios = ring_ratios(config)
     tokens = _ring_tokens(config or {}, args, environ, capturing=capturing)
@@ -363,7 +363,7 @@ def ring_sizes(
 
 
 def ring_ratios(config: Mapping[str, Any] | None) -> list[str]:
-    """Compression ratios of the model whose rings are shipped whole."""
+    """Compression ratios of the model whose rings are transferred whole."""
     ratios = set(_text_config(config or {}).get("compress_ratios") or ())
     return [str(ratio) for ratio in (4, 2) if ratio in ratios]
 

@@ -1,8 +1,8 @@
-"""What a running engine knows of itself and its arguments do not tell.
+"""What a running engine knows about itself beyond its arguments.
 
-Life cycle: `describe_engine` runs once per rank, when the queue has filled in the
-arguments of its KV manager and not built it yet. It takes the description that the
-arguments give (`description.describe`) and puts facts in place of guesses: parallel sizes,
+Life cycle: `describe_engine` runs once per rank, after the queue has filled in the
+arguments of its KV manager and before it builds it. It starts from the description that
+the arguments give (`description.describe`) and replaces guesses by facts: parallel sizes,
 dtypes of pools, metadata buffers, compressor rings, how a pipeline stage finds its layers
 in a decode. The manager carries the result with the other arguments (`own_description`).
 """
@@ -78,8 +78,8 @@ def describe_engine(
         queue: the queue that builds the manager; it holds the target's and the draft's
             pool and the metadata buffers.
 
-    An engine that cannot describe itself starts all the same and is treated as one
-    without this agreement.
+    An engine that cannot describe itself still starts; its peers treat it as one without
+    this agreement.
     """
     try:
         kv_args.engine_description = _describe_rank(scheduler, role, kv_args, queue)
@@ -94,7 +94,7 @@ def own_description(manager: CommonKVManager) -> Description | None:
 
 
 def show_description(scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Add this engine's description to what ``/server_info`` says of its scheduler."""
+    """Add this engine's description to the scheduler's part of ``/server_info``."""
     for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
         manager = getattr(getattr(scheduler, name, None), "kv_manager", None)
         description = own_description(manager) if manager is not None else None

@@ -76,7 +76,7 @@ def serve_descriptions(server: CommonKVBootstrapServer) -> None:
 
 
 class ServedDescription:
-    """What one start of a bootstrap server knows of its engine."""
+    """What one start of a bootstrap server knows about its engine."""
 
     def __init__(self) -> None:
         self.instance = uuid.uuid4().hex

@@ -6,8 +6,8 @@ page is generated from the same tables. A rule is data: a code, a severity, the 
 it is about, when it applies, and the three sentences that a user reads.
 
 A description is a plain JSON object (`description.describe`). A missing key means "not
-known", and no rule fires on what is not known. A prefill without this agreement is
-described by `UNPATCHED` and by what its bootstrap server shows of any engine.
+known", and a rule that needs that key does not apply. A prefill without this agreement
+is described by `UNPATCHED` and by what any SGLang bootstrap server tells.
 
 Pure standard library.
 """
@@ -355,7 +355,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     _equal(
         "PD-VERSION",
         "version",
-        "the engines describe themselves in different versions",
+        "the engines use different versions of the description that they compare",
         "decode cannot check prefill",
         _SAME_RELEASE,
         when="described",
@@ -448,7 +448,8 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "aux",
         _aux_layouts_clash,
         "the engines transfer different metadata buffers",
-        "buffers are paired by position and width, so values would land in others",
+        "buffers are paired by position and width, so values would land in the wrong "
+        "buffers",
         "run the same --speculative-algorithm; enable "
         "SGLANG_ENABLE_DISAGG_SAMPLING_MASK and the DSA top-k buffer on both engines or "
         "on none, and with a tail --disaggregation-enable-kv-checksum as well",
@@ -497,7 +498,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         _stages_miss_their_layers,
         "prefill has pipeline stages, the engines do not both report the layers of "
         "their KV buffers, and this backend cannot place a stage without them",
-        "the transfer raises, or a stage's KV lands in other layers of decode",
+        "the transfer fails, or a stage's KV lands in the wrong layers of decode",
         "apply all components of sglang-dspark-pd to both engines (layer ids: SGLang "
         "0.5.23 and later), or run prefill with --pp-size 1; without any draft, "
         "Mooncake also places stages of equal size",
@@ -506,7 +507,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "PD-RING",
         "rings",
         "the DeepSeek-V4 compressor rings have different sizes",
-        "a ring is transferred whole, so its entries would land in wrong slots",
+        "a ring is transferred whole, so its entries would land in the wrong slots",
         f"set {PEER_DRAFT_TOKENS} on a prefill without a draft to decode's "
         "--speculative-num-draft-tokens, or run the same speculation on both",
         when="described",
@@ -540,9 +541,10 @@ DRAFT_RULES: tuple[Rule, ...] = (
         REFUSE,
         "kv_layer_ids",
         _draft_hides_values,
-        "only decode has a draft, it has at least as many layers as the target, and the "
-        "engines do not both report the layers of their KV buffers",
-        "Mooncake takes draft buffers for the target's values, and output is wrong",
+        "only decode has a draft, the draft has at least as many layers as the target, "
+        "and the engines do not both report the layers of their KV buffers",
+        "Mooncake would take draft KV buffers for the target's value buffers, and output "
+        "would be wrong",
         _DRAFT_ON_PREFILL,
     ),
     Rule(
@@ -550,8 +552,8 @@ DRAFT_RULES: tuple[Rule, ...] = (
         REFUSE,
         "mode",
         _draft_only_on_prefill,
-        "prefill prepares draft context, and decode does not speculate",
-        "prefill sends what decode has no memory for",
+        "prefill prepares context for a draft, but decode runs no draft",
+        "prefill would send draft KV or hidden states that decode has no memory for",
         "start decode with --speculative-algorithm DSPARK, or prefill without it and "
         f"without {CAPTURE}",
     ),
@@ -617,7 +619,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
         _draft_heads_unsliceable,
         "the tensor-parallel sizes differ, and the draft's KV is not laid out like the "
         "target's",
-        "draft KV would be cut as the target's is",
+        "draft KV would be split between ranks like the target's, which does not fit it",
         "run both engines with the same --tp-size, or hand over a tail instead",
     ),
     Rule(
@@ -626,15 +628,15 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "block_size",
         lambda p: p.native and p.differ("block_size"),
         "the engines draft blocks of different length",
-        "none for the transfer: draft KV does not depend on it, and decode's value "
-        "counts",
+        "none for the transfer: draft KV does not depend on it, and decode uses its own "
+        "value",
         f"{_SAME_FLAG} of --speculative-num-draft-tokens to keep configurations equal",
     ),
     # -- the tail -------------------------------------------------------------------
     _equal(
         "PD-TAIL-LAYERS",
         "dspark.layer_ids",
-        "prefill captures other target layers than the draft reads",
+        "prefill captures different target layers from those that the draft reads",
         "the draft would read hidden states of the wrong layers",
         f"set {LAYER_IDS} on prefill to decode's ids",
         when="tail",
@@ -748,29 +750,31 @@ class RuntimeCode(NamedTuple):
 RUNTIME_CODES: tuple[RuntimeCode, ...] = (
     RuntimeCode(
         "PD-MALFORMED",
-        "decode",
-        "prefill's description cannot be compared",
+        "decode or prefill",
+        "prefill's description, or the tail layout in decode's registration, cannot be "
+        "read",
         _SAME_RELEASE,
     ),
     RuntimeCode(
         "PD-UPSTREAM",
         "decode",
         "one of SGLang's own checks of a prefill failed; its text follows the code",
-        "as the text says; without this set such an error ends the decode engine",
+        "change what that text names; without this set such an error ends the decode "
+        "engine",
     ),
     RuntimeCode(
         "PD-NOT-REGISTERED",
         "prefill",
-        "metadata came from a decode that prefill does not know, as after a restart of "
-        "prefill",
+        "a request came from a decode that is not registered with this prefill, for "
+        "example because prefill was restarted",
         "nothing if it happens once: a decode with this set registers again at its next "
-        "request; restart any other decode",
+        "request; restart a decode without the set",
     ),
     RuntimeCode(
         "PD-REGISTRATION",
         "prefill",
-        "registering a decode failed, as for KV regions that do not fit; the error "
-        "follows the code",
+        "a decode could not be registered, for example because its KV regions do not "
+        "fit; the error follows the code",
         "give both engines the same model, draft and parallel sizes",
     ),
     RuntimeCode(
@@ -788,7 +792,7 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
     RuntimeCode(
         "PD-TRANSFER",
         "prefill",
-        "sending KV failed in a Mooncake worker; only this request is lost",
+        "a Mooncake worker could not send the KV of a request; only this request fails",
         "look at prefill's log for the traceback",
     ),
 )

@@ -84,7 +84,7 @@ class Envelope(NamedTuple):
 
     @classmethod
     def read(cls, message: list[bytes]) -> Envelope | None:
-        """None for messages of another kind, and for what is none of this layout."""
+        """None for messages of another kind or layout."""
         frames = message[1:] if message[:1] == [_NIXL_GUARD] else message
         try:
             room, endpoint, port, decode = (f.decode("ascii") for f in frames[:4])
@@ -99,10 +99,11 @@ class PrefillAdmission:
     """Prefill's `MessageHandler`; the control thread writes, the scheduler reads.
 
     Args:
-        refused: why decodes are no peers, by agent name or session id.
-        verdicts: why rooms fail whose request is still to come, with the time.
-        opened: rooms that had their request, the latest ones; a verdict that comes
-            after it must not hit a later request of the same number.
+        refused: why decodes are refused, by agent name or session id.
+        verdicts: of rooms whose request has not arrived: why it will fail, and since
+            when.
+        opened: the latest rooms whose request has arrived; a verdict that comes after
+            the request must not fail a later request with the same room number.
     """
 
     manager: CommonKVManager
@@ -114,11 +115,11 @@ class PrefillAdmission:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def admits(self, message: list[bytes]) -> bool:
-        """False for a refusal, and for what a decode that is no peer sends."""
+        """False for a refusal, and for messages of a refused or unregistered decode."""
         kind = message[0]
         if kind == _ABORT and len(message) > 1:
             if int(message[1]) not in self.manager.request_status:
-                self.fail_room(int(message[1]), "Aborted by decode before its request")
+                self.fail_room(int(message[1]), "Aborted by decode before it got here")
             return True
         if kind == ROOM_REFUSED:
             self._take_refusal(int(message[1]), message[2])
@@ -137,18 +138,21 @@ class PrefillAdmission:
             return
         if envelope.room is None:
             self.refused[envelope.decode] = (
-                f"[PD-REGISTRATION] registering decode {envelope.decode} failed: {error}"
+                f"[PD-REGISTRATION] registering decode {envelope.decode} failed: {error}. "
+                "Give both engines the same model, draft and parallel sizes."
             )
             self._undo_registration(envelope.decode)
             return
         self.manager.transfer_infos.pop(envelope.room, None)
         self._fail_on_both(
-            envelope, f"[PD-METADATA] handling decode's metadata failed: {error}"
+            envelope,
+            f"[PD-METADATA] handling decode's metadata failed: {error}. Run the same "
+            "release of SGLang and of sglang-dspark-pd on both engines.",
         )
 
     def _take_refusal(self, room: int, text: bytes) -> None:
         reason = "refused by decode: " + text.decode("utf-8", errors="replace")
-        log_once(logger.error, f"A decode does not work with this prefill: {reason}")
+        log_once(logger.error, f"A decode engine refuses this prefill: {reason}")
         self.fail_room(room, reason)
 
     def _admits_registration(self, message: list[bytes], decode: str) -> bool:
@@ -178,7 +182,7 @@ class PrefillAdmission:
         """Fail a room on this engine, and tell its decode why.
 
         Over a socket of its own: upstream keeps one for each address for ever, and a
-        decode that is no peer may be gone.
+        refused decode may be gone.
         """
         manager = self.manager
         self.fail_room(envelope.room, reason)
@@ -262,7 +266,10 @@ def fail_chunk(
     if chunk is None:
         end_engine(f"A transfer worker is dead: {type(error).__name__}: {error}")
         return False
-    reason = f"[PD-TRANSFER] sending KV failed: {type(error).__name__}: {error}"
+    reason = (
+        f"[PD-TRANSFER] sending KV failed: {type(error).__name__}: {error}. The "
+        "traceback is in prefill's log."
+    )
     shown = error if should_log(f"[PD-TRANSFER] {type(error).__name__}") else None
     logger.error("Room %s: %s", chunk.room, reason, exc_info=shown)
     manager.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
@@ -287,7 +294,10 @@ class DecodeAdmission:
         """Fail the room of a prefill message that raised in upstream's handling."""
         room = self._room_of(message)
         if room in self.manager.request_status:
-            reason = f"[PD-STATUS] handling prefill's message failed: {error}"
+            reason = (
+                f"[PD-STATUS] handling prefill's message failed: {error}. Run the same "
+                "release of SGLang and of sglang-dspark-pd on both engines."
+            )
             self.manager.record_failure(room, reason)
             self.manager.update_status(room, KVPoll.Failed)
 

@@ -1,12 +1,12 @@
-"""Keeps a KV manager's control threads going, and ends the engine when one is dead.
+"""Keeps a KV manager's control threads running, and ends the engine when one dies.
 
 Life cycle: a control thread is an endless loop over messages (or over time) whose
 function is wrapped by `survives`. Loops over messages receive from a `GuardedSocket`,
 which shows each message to the manager's `MessageHandler` and remembers it as the one
 in flight. When the loop raises, the handler is told which message did it, and the loop,
 which keeps no state between messages, is entered again. A thread that can no longer
-receive, or leaves its loop for good, ends the engine: one that never answers its peers
-is worse than one whose port refuses.
+receive, or leaves its loop for good, ends the engine: an engine that never answers its
+peers is worse than one whose port refuses connections.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _run_with_restarts(
             if torn_down or stopping(manager):
                 return None
             if should_log(loop.__name__):
-                text = "Error in control thread '%s', which goes on"
+                text = "Error in control thread '%s'; the thread keeps running"
                 logger.error(text, loop.__name__, exc_info=error)
             if _in_flight.message is not None:
                 quick_failures = 0
@@ -171,7 +171,10 @@ def end_engine(reason: str, *, in_front_end: bool = False) -> None:
             it gets the signal. By default it is a scheduler, whose parent does, and
             which ends at once: the front end waits a minute for dumps of a living one.
     """
-    logger.critical("%s. The engine ends, because it cannot serve its peers.", reason)
+    logger.critical(
+        "%s. This engine exits because it cannot serve its peers; start it again.",
+        reason,
+    )
     if in_front_end:
         os.kill(os.getpid(), signal.SIGQUIT)
     else:
@@ -203,7 +206,7 @@ def should_log(subject: str, in_full: int = LOGGED_IN_FULL) -> bool:
 
 
 def log_once(log: Callable[[str], None], text: str) -> None:
-    """Hand `text` to `log`, a method of a logger, unless this process said it before."""
+    """Pass `text` to `log`, a logger's method, unless this process logged it before."""
     if text not in _said:
         _said.add(text)
         log(text)

@@ -15,9 +15,9 @@ Life of a request on the decode engine:
 
 Step 4 enforces the contract for every algorithm. What broke without it: the first
 decode step dereferenced a missing draft input and took the scheduler down with every
-running request. Step 5 is the last line for inputs of any other origin: reading a relay
+running request. Step 5 covers inputs that did not come through a handoff: reading a relay
 entry that is not the request's would return the token of the request that used it
-before, and the text would go wrong without a sign.
+before, and the text would be wrong without any error.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def enter_first_decode(
         raise RuntimeError(
             f"{algorithm.name} built no draft input for {len(batch.reqs)} request(s) "
             "after the prefill/decode handoff; expected build_disagg_draft_input to "
-            "return one. The algorithm does not support --disaggregation-mode decode; "
-            "restart without it or with DSPARK."
+            "return one. The algorithm does not support --disaggregation-mode decode: "
+            "restart decode with DSPARK, or without --speculative-algorithm."
         )
     if not batch.enable_overlap or draft_input.future_indices is not None:
         return
@@ -123,7 +123,7 @@ def nothing_relayed(draft_input: SpecInput, batch: ScheduleBatch) -> bool:
     raise RuntimeError(
         f"Lost relay entries of {num_reqs} speculative request(s) ({rids}): the draft "
         "input names none (future_indices is None) and does not carry one token and "
-        "one length per request itself. Whoever built it must publish and stash "
+        "one length per request itself. The code that built it must publish and stash "
         "them, or fill bonus_tokens and new_seq_lens. To go on serving, restart "
         "with --disable-overlap-schedule."
     )

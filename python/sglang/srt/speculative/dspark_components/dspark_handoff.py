@@ -6,7 +6,7 @@ prefill and decode in two engines there are two ways to move that context:
 - ``native``: DSPARK runs on both engines and the draft KV travels with the target
   KV. Nothing here is active.
 - ``tail``: prefill runs no draft. It keeps the hidden states of the last T prompt tokens
-  and ships them beside the request's metadata; decode writes its draft KV from them.
+  and sends them with the request's metadata; decode writes its draft KV from them.
 
 Life cycle: ``dspark_handoff_startup`` refuses arguments that cannot work before any
 process is started; each scheduler resolves its ``TailSpec`` once and keeps what it does
@@ -102,7 +102,7 @@ class Handoff:
             itself, on every stage alike; 0 elsewhere.
         peers: places of the tail in decodes' metadata, by agent name or session id.
             Kept as long as upstream keeps a registration, which it never drops by age.
-        draft: decode's draft, whose context is looked after.
+        draft: decode's draft, whose context is written or cleared here.
         stage: a pipeline stage's share of the captured layers.
         peer_draft_tokens: tokens the decode of a DeepSeek-V4 prefill verifies at once.
     """
@@ -160,9 +160,9 @@ def refuse_client_hidden_states(requested_mode: CaptureHiddenMode) -> None:
     """
     if capture_enabled() and requested_mode.need_capture():
         raise ValueError(
-            "This prefill engine keeps hidden states for a handoff to decode and "
-            "returns none to clients. Ask for return_hidden_states elsewhere, or unset "
-            f"{CAPTURE}."
+            "This prefill engine captures hidden states for its decode engines and cannot "
+            "return any to clients. Leave return_hidden_states out of the request, or "
+            f"unset {CAPTURE} on prefill and restart it."
         )
 
 
@@ -299,8 +299,8 @@ def refuse(facts: rules.Facts) -> None:
             f"\n- {says}. To fix it, {fix}. [{rule.code}]" for rule, says, fix in found
         )
         raise HandoffConfigError(
-            f"This {facts['role']} engine cannot take part in a DSpark handoff as it is "
-            f"started:{reasons}"
+            f"This {facts['role']} engine cannot take part in a DSpark handoff with the "
+            f"settings it was started with:{reasons}"
         )
 
 
@@ -329,7 +329,7 @@ def resolve_spec(
     return spec_of(facts_of(cfg, target, draft_hf_config), target.dtype)
 
 
-# -- what a peer is told ------------------------------------------------------------------
+# -- what peers are told ------------------------------------------------------------------
 
 
 def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):

@@ -111,8 +111,8 @@ class Draft:
 def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest):
     """Take a committed request's tail out of its slot, before the slot is freed.
 
-    A slot without a header brought none: the draft KV that arrived stays where prefill
-    has a draft, and what nobody wrote is forgotten everywhere else. A tail that does not
+    A slot without a header has no tail: where prefill has a draft, the draft KV that
+    arrived stays; elsewhere, draft KV that was never written is cleared. A tail that does not
     fit, or none where slots are shared, aborts the request with a message.
     """
     draft = current().draft
@@ -136,7 +136,7 @@ def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest
 def _taken(
     tail: TailBuffer | None, slot: int, decode_req: DecodeRequest
 ) -> tuple[Tail | None, str | None]:
-    """What a request brought (None for draft KV), and why it cannot be used."""
+    """The tail that a request brought (None for draft KV), and why it cannot be used."""
     req = decode_req.req
     header = tail.header(slot) if tail is not None else None
     if header is None:
@@ -164,16 +164,16 @@ def _agreed(problem: str | None, group: torch.distributed.ProcessGroup) -> str |
         [int(problem is not None)], group, torch.distributed.ReduceOp.MAX
     )
     if problem is None and any(worst):
-        return "another rank of this engine could not use its part; see its log."
+        return "another rank of this engine could not use its part of the tail; see its log."
     return problem
 
 
 def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
     """Whether a request without a header got its draft KV with the target KV.
 
-    A prefill says so in its description. Where it does not describe itself, a decode
-    that expects a tail cannot have been meant to draft from KV that it did not announce;
-    one that expects none keeps what upstream keeps.
+    Prefill's description says so. Without a description, a decode that expects a tail
+    does not draft from KV that nobody announced, and one that expects none behaves as
+    upstream.
     """
     if not current().draft.plain_slots:
         return True
@@ -215,8 +215,9 @@ def _shared_slots_problem() -> str | None:
         return None
     return (
         "prefill sent no tail, and this decode shares draft KV between requests "
-        "(--disaggregation-decode-enable-radix-cache), so others' would be read or "
-        "cleared. See prefill's log for why, or drop the flag."
+        "(--disaggregation-decode-enable-radix-cache), so draft KV of other requests "
+        "would be read or cleared. Look in prefill's log for why the tail is missing, "
+        "or drop that flag on decode."
     )
 
 
@@ -229,7 +230,7 @@ def _header_problem(header: TailHeader, tail: TailBuffer, req: Req) -> str | Non
         )
     if not same_room(header, req.bootstrap_room):
         return (
-            f"it belongs to bootstrap room {header.room}, not to "
+            f"the tail in its slot belongs to bootstrap room {header.room}, not to "
             f"{req.bootstrap_room}: two requests shared a metadata slot."
         )
     found = (header.token_bytes, header.fingerprint)
@@ -238,7 +239,7 @@ def _header_problem(header: TailHeader, tail: TailBuffer, req: Req) -> str | Non
         return (
             f"prefill sent {found[0]} bytes a token (fingerprint {found[1]:x}), expected "
             f"{expected[0]} bytes of target layers {list(spec.layer_ids)} (fingerprint "
-            f"{expected[1]:x}). Set the layer ids alike on both engines."
+            f"{expected[1]:x}). Set the same layer ids on both engines."
         )
     fits = 0 <= header.count <= spec.tail_tokens and header.start >= 0
     if not fits or header.start + header.count != header.prompt_tokens:
@@ -275,8 +276,8 @@ def inject_tails(scheduler: Scheduler, batch: ScheduleBatch) -> None:
         req.dspark_tail = None
         if tail.hidden_states is not None and tail.end != seq_len:
             logger.error(
-                "The tail of request %s ends at %d, its sequence at %d; drafting "
-                "without.",
+                "The tail of request %s ends at token %d, its sequence at token %d; "
+                "drafting without the tail.",
                 req.rid,
                 tail.end,
                 seq_len,
@@ -361,7 +362,7 @@ def _inject_group(
 def _forget_uncovered(
     worker: DSparkWorkerV2, slot: int, start: int, seq_len: int
 ) -> None:
-    """Make draft KV before ``start`` read the same whoever used the slots before."""
+    """Make draft KV before ``start`` independent of who used the slots before."""
     draft = current().draft
     pool = worker.draft_model_runner.token_to_kv_pool
     if hasattr(pool, "set_swa_valid_from"):
@@ -374,9 +375,9 @@ def _forget_uncovered(
     if not is_clearable(pool):
         log_once(
             logger.warning,
-            f"Draft KV pool {type(pool).__name__} keeps no entry per token slot: a "
-            "request without draft context reads what its slots held before, and its "
-            "accept length varies.",
+            f"Draft KV pool {type(pool).__name__} keeps no entry per token slot and "
+            "cannot be cleared: a request without draft context reads what an earlier "
+            "request left there. Output is correct; its accept length varies.",
         )
         return
     table = worker.model_runner.req_to_token_pool.req_to_token

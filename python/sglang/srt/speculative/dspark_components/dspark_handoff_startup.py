@@ -1,9 +1,8 @@
-"""Start-up of the tail handoff: what each engine gets.
+"""Start-up of the tail handoff: checks, layers to capture, the tail buffer.
 
 1. ``validate_server_args`` runs once in the launching process, before any weight is
-   loaded, and refuses what ``handoff_refusals`` refuses. All of it would otherwise
-   start, answer health checks and either draft from wrong context or fail at the first
-   request.
+   loaded, and applies ``handoff_refusals``. Without it such an engine would start,
+   answer health checks and then draft from wrong context or fail at the first request.
 2. ``fill_capture_config`` tells the target's model runner which layers to capture.
 3. ``with_tail`` runs in every scheduler when its metadata buffers exist.
 """

@@ -111,7 +111,7 @@ class TailBuffer:
                 f"Prefill captured hidden states of shape {tuple(hidden.shape)}, "
                 f"expected at least {tokens} tokens of {self.spec.width} values for "
                 f"target layers {list(self.spec.layer_ids)}. A pipeline stage dropped "
-                "its capture."
+                "its captured hidden states."
             )
         offset = 0
         for req, begin, extent in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
@@ -149,8 +149,8 @@ class TailBuffer:
         if not complete:
             self.num_incomplete += 1
             logger.error(
-                "Hidden states %d to %d of request %s were not captured; decode will "
-                "draft without them (%d such requests so far).",
+                "Hidden states of tokens %d to %d of request %s were not captured; decode "
+                "will draft without them (%d such requests so far).",
                 start,
                 prompt,
                 req.rid,
@@ -198,7 +198,7 @@ class TailMetadataBuffers(MetadataBuffers):
 
     @classmethod
     def of(cls, buffers: MetadataBuffers, tail: TailBuffer) -> TailMetadataBuffers:
-        """Take over freshly built buffers that nobody registered yet."""
+        """Add the tail to freshly built buffers that are not registered yet."""
         mine = cls.__new__(cls)
         mine.__dict__.update(buffers.__dict__, tail=tail)
         return mine
@@ -255,8 +255,9 @@ def take_hidden_states(
         return
     if getattr(logits_output, "hidden_states_token_indices", None) is not None:
         raise RuntimeError(
-            "Prefill captured hidden states of a part of the tokens only; this attention "
-            "backend drops late-layer tokens and cannot serve a handoff."
+            "Prefill captured hidden states for part of the tokens only: this attention "
+            "backend drops tokens in late layers and cannot be used for a tail. Choose "
+            "another --attention-backend, or run DSPARK on prefill."
         )
     # An idle rank of DP attention runs dummy tokens, or none, for no request.
     if batch.reqs and batch.extend_lens is not None:
@@ -282,9 +283,9 @@ def cap_prefix_match(max_prefix_len: int, input_len: int) -> int:
 def append_tail_frame(manager: CommonKVManager, message: list[bytes]) -> None:
     """Tell prefill where in this decode's metadata the tail sits, and its shape.
 
-    One frame, recognised by its first bytes wherever it stands behind upstream's.
-    Without it prefill has no right to write: slots are addressed with the stride, and
-    a stride of another tail length would hit another request's slot.
+    One frame, recognised by its first bytes wherever it comes after upstream's. Without
+    it prefill must not write: slots are addressed with the stride, and the stride of
+    another tail length would hit another request's slot.
     """
     handoff = current()
     if handoff.tail is None or handoff.cap_tokens:
@@ -319,7 +320,11 @@ def read_layout(manager: CommonKVManager, message: list[bytes]) -> str | None:
         try:
             handoff.peers[peer] = TailLayout(*(int(word) for word in words))
         except (TypeError, ValueError):
-            return f"[PD-MALFORMED] its tail frame cannot be read: {frame[:80]!r}"
+            return (
+                "[PD-MALFORMED] the tail layout in decode's registration cannot be "
+                f"read: {frame[:80]!r}. Apply the same release of sglang-dspark-pd to "
+                "both engines."
+            )
     if handoff.cap_tokens and not frames:
         return (
             "[PD-MODE] this prefill captures hidden states for a tail, and decode "
@@ -361,8 +366,8 @@ def _tail_block(
     if layout != own:
         raise RuntimeError(
             f"The engines disagree on the tail: prefill sends {own} of target layers "
-            f"{list(tail.spec.layer_ids)}; decode expects {layout}. Set the tail length "
-            "and the layer ids alike on both engines."
+            f"{list(tail.spec.layer_ids)}; decode expects {layout}. Set the same tail "
+            "length and layer ids on both engines."
         )
     slot, peer_slot = slots
     header = tail.header(slot)
@@ -423,7 +428,7 @@ def cut_mooncake_aux(
     try:
         blocks.append(_tail_block(manager, peer, slots, peer_ptrs))
     except RuntimeError as error:
-        logger.error("Sending nothing to decode %s: %s", peer, error)
+        logger.error("Metadata not sent to decode %s: %s", peer, error)
         return False
     return True
 

@@ -1,12 +1,12 @@
-"""What an engine of a tail handoff refuses to start with, as one table.
+"""The settings with which an engine refuses to start a tail handoff, as one table.
 
 Standard library only: an engine asks it at start-up (``dspark_handoff_startup``), and a
 tool can ask it about two launch commands without importing SGLang.
 
 ``REFUSALS`` is read over a flat mapping of *facts*: resolved server arguments and
 environment variables by their own names, and what is known of target and draft (the keys
-of ``model_facts``). A key that is missing is not known, and no rule fires on what is not
-known. An argument that is not set may be missing or None.
+of ``model_facts``). A missing key means "not known", and a rule that needs it does not
+apply. An argument that is not set may be missing or None.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ ARGUMENTS = (
 AUTO_TAIL = -1
 DEFAULT_TAIL_TOKENS = 8
 MAX_TAIL_TOKENS = 4096
-# In front of a slot's hidden states: eight int64 words, and the smallest item an RDMA
-# transfer likes.
+# In front of a slot's hidden states: eight int64 words, a size that suits RDMA.
 HEADER_BYTES = 64
 # One request's share of the host buffer; there are two slots per running request.
 MAX_SLOT_BYTES = 64 << 20
@@ -412,15 +411,15 @@ _VARIABLES: tuple[Refusal, ...] = (
         "prefill",
         lambda f: is_on(f.get(CAPTURE)) and bool(f.get("speculative_algorithm")),
         f"{CAPTURE}=1 with --speculative-algorithm {{speculative_algorithm}}: this "
-        "prefill runs a draft already, and its draft KV travels by itself",
-        f"drop {CAPTURE} or --speculative-algorithm on prefill",
+        "prefill already runs the draft and sends draft KV, so it needs no capture",
+        f"unset {CAPTURE}, or drop --speculative-algorithm, on prefill",
     ),
     Refusal(
         "TAIL-IDLE",
         "both",
         _idle_variables,
-        f"a variable of the tail has no effect here, {{idle_variables}} set without "
-        f"{CAPTURE}: this engine would capture no hidden states",
+        f"{{idle_variables}} set without {CAPTURE}=1: it would have no effect, because "
+        "this engine captures no hidden states",
         f"set {CAPTURE}=1 if it is the prefill that hands over hidden states, or unset "
         "{idle_variables}",
     ),
@@ -436,7 +435,7 @@ _VARIABLES: tuple[Refusal, ...] = (
         "TAIL-LAYER-IDS",
         "both",
         _layer_ids_problem,
-        "target layers that cannot be captured, {ids_of}={ids}: {layer_ids_problem}",
+        "{ids_of}={ids}: these target layers cannot be captured: {layer_ids_problem}",
         f"set {LAYER_IDS} to target_layer_ids of the draft's config.json",
     ),
     Refusal(
@@ -529,7 +528,8 @@ _LENGTH: tuple[Refusal, ...] = (
         f"decode has --disaggregation-decode-enable-radix-cache and {ALLOW_COLD_DRAFT}: "
         "requests share draft KV, and without context it would depend on which request "
         "came first",
-        "drop one of the two",
+        "on decode drop --disaggregation-decode-enable-radix-cache, or unset "
+        f"{ALLOW_COLD_DRAFT}",
     ),
 )
 
@@ -546,17 +546,17 @@ _TRANSFER: tuple[Refusal, ...] = (
         "TAIL-AUX-TCP",
         "both",
         _metadata_elsewhere,
-        "metadata is kept in device memory or sent over TCP, whole slots at a time, and "
-        f"a tail needs host memory and RDMA; found {MOONCAKE_POOL} {{{MOONCAKE_POOL}}}, "
-        f"{MOONCAKE_AUX_TCP} {{{MOONCAKE_AUX_TCP}}}",
+        "a tail needs metadata in host memory, sent by RDMA, but this engine has "
+        f"{MOONCAKE_POOL} {{{MOONCAKE_POOL}}} and {MOONCAKE_AUX_TCP} "
+        f"{{{MOONCAKE_AUX_TCP}}}: metadata would be in device memory or sent over TCP",
         f"unset {MOONCAKE_AUX_TCP} and {MOONCAKE_POOL} on both engines",
     ),
     Refusal(
         "TAIL-ROLE-SWITCH",
         "both",
         lambda f: _in_tail(f) and f.get("enable_pd_role_switch"),
-        "{role} takes part in a tail handoff and has --enable-pd-role-switch: the role "
-        "decides which engine captures",
+        "{role} takes part in a tail handoff and has --enable-pd-role-switch: which "
+        "engine captures is fixed at start-up",
         "drop --enable-pd-role-switch on both engines, or run DSPARK on prefill",
     ),
 )
@@ -564,7 +564,7 @@ _TRANSFER: tuple[Refusal, ...] = (
 _PREFILL: tuple[Refusal, ...] = (
     _on_prefill(
         "TAIL-AUX-STATES",
-        "it captures other layers in the same forward",
+        "that option captures other layers in the same forward",
         "enable_return_aux_hidden_states",
     ),
     _on_prefill(
@@ -588,20 +588,20 @@ _PREFILL: tuple[Refusal, ...] = (
     ),
     _on_prefill(
         "TAIL-KV-SHARDING",
-        "it is not supported with a draft on decode",
+        "KV sharding is not supported with a draft on decode",
         "enable_kv_cache_sharding",
     ),
     _on_prefill(
-        "TAIL-TBO", "it runs two captures in one forward", "enable_two_batch_overlap"
+        "TAIL-TBO", "two captures would run in one forward", "enable_two_batch_overlap"
     ),
     _on_prefill(
         "TAIL-SESSION",
-        "a session continues behind cached tokens, which produce no hidden states",
+        "a session continues after cached tokens, whose hidden states are not computed",
         "enable_streaming_session",
     ),
     _on_prefill(
         "TAIL-PDMUX",
-        "it splits a prefill by layers and skips the capture",
+        "PD multiplexing splits a prefill by layers and skips the capture",
         "enable_pdmux",
     ),
     _on_prefill(
@@ -648,10 +648,12 @@ _DECODE: tuple[Refusal, ...] = (
         "split over ranks",
         "run decode without decode context parallelism, or run DSPARK on prefill",
     ),
-    _on_decode("TAIL-HISPARSE", "it builds its own draft input", "enable_hisparse"),
+    _on_decode(
+        "TAIL-HISPARSE", "HiSparse builds its own draft input", "enable_hisparse"
+    ),
     _on_decode(
         "TAIL-UNIFIED-MEMORY",
-        "it addresses draft KV by physical ids",
+        "unified memory addresses draft KV by physical ids",
         "enable_unified_memory",
     ),
     _on_decode(
@@ -666,7 +668,7 @@ _DECODE: tuple[Refusal, ...] = (
         "decode expects a tail and has --disaggregation-decode-host-receive-threshold "
         "{disaggregation_decode_host_receive_threshold}: requests are staged in host "
         "memory",
-        "drop it on decode, or run DSPARK on prefill",
+        "drop that flag on decode, or run DSPARK on prefill",
     ),
 )
 
@@ -683,7 +685,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 class _Shown(dict[str, Any]):
-    """Facts for a message; what is not set is shown as such."""
+    """Facts for a message; a missing one is shown as ``unset``."""
 
     def __missing__(self, key: str) -> str:
         return "unset"

@@ -213,8 +213,8 @@ def _received(forward_batch: ForwardBatch | LogitsMetadata) -> list[torch.Tensor
     return [] if received is None else [received]
 
 
-# DeepSeek-V4 does not cross stages through the shared boundary and captures a layer
-# behind it, so a layer's own stage captures it.
+# DeepSeek-V4 does not pass stages through the shared boundary, and it captures a layer at
+# its output, so a layer's own stage captures it.
 
 
 def keep_stage_layers(model: torch.nn.Module, layer_ids: list[int] | None) -> bool:
@@ -240,7 +240,7 @@ def start_packer(
 ) -> AuxHiddenStatePacker | None:
     """The packer of a DeepSeek-V4 stage, with what was received already in it.
 
-    A dummy run's proxy brings nothing; zeros keep the packed width.
+    A dummy run's proxy holds none; zeros keep the packed width.
     """
     received = getattr(inner, "dspark_received_layers", 0)
     if packer is None or not received:

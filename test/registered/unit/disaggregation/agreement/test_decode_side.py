@@ -172,7 +172,7 @@ class TestRefusal(WithServer):
         self.assertEqual(sorted(rooms), [b"1", b"2"])
         self.assertFalse(prefill.control.poll(200))
 
-    def test_a_prefill_that_cannot_be_told_is_logged(self):
+    def test_a_refusal_that_cannot_be_sent_to_prefill_is_logged(self):
         self.prefill(OTHER_WEIGHTS)
         decode = self.decode()
         self.assertTrue(decode.try_ensure_parallel_info(self.addr))
@@ -247,13 +247,13 @@ class TestOddPrefills(CustomTestCase):
         ready = self.decode.try_ensure_parallel_info(address)
         return ready, time.monotonic() - began
 
-    def test_an_answer_that_is_no_topology_is_not_ready(self):
+    def test_an_answer_without_a_topology_means_not_ready(self):
         for body in (b"[]", b"null", b"{}", b"", b'{"attn_tp_size": []}'):
             with self.subTest(body):
                 self.assertFalse(self.asked(self.serve(body))[0])
         self.assertEqual(self.decode.prefill_info_table, {})
 
-    def test_a_header_that_cannot_be_read_counts_as_none(self):
+    def test_a_header_that_cannot_be_read_counts_as_no_description(self):
         for header in ("[]", "null", "{", "[" * 9000):
             address = self.serve(self.topology(), header)
             with self.subTest(header[:20]):

@@ -1,8 +1,8 @@
 """How an engine describes itself, and the identity of a checkpoint.
 
-Contract: what decides a verdict is in the description; what is not known stays out; flags
-count as SGLang resolves them; two drafts with the same shape and other weights have other
-fingerprints; a checkpoint has the same fingerprint wherever it lies.
+Contract: everything that a rule compares is in the description; unknown values are left
+out; flags count as SGLang resolves them; two drafts of the same shape with different
+weights have different fingerprints; a checkpoint has the same fingerprint in any folder.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TestDescription(CustomTestCase):
                 described = describe_role(role, args, environ=environ)
                 self.assertEqual(described["mode"], mode)
 
-    def test_what_is_not_known_stays_out(self):
+    def test_unknown_values_are_left_out(self):
         described = describe({"tp_size": 1}, role="prefill")
         self.assertEqual(
             set(described),
@@ -150,7 +150,7 @@ class TestDescription(CustomTestCase):
         self.assertIsNone(self.rings(TARGET, ARGS))
 
     def test_rings_of_a_prefill_without_draft(self):
-        """Wide when it captures, and it must know how wide; see the engine's knobs."""
+        """Wide when it captures, and it must know how wide; see the engine's variables."""
         peer = {"SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "5"}
         bundled = {**V4, "dspark_block_size": 4}
         for config, environ, capturing, sizes in (
@@ -410,7 +410,7 @@ class TestFingerprint(CustomTestCase):
         self.assertGreater(os.path.getsize(path), 8 << 20)
         self.assertLess(sum(read), 1 << 20)
 
-    def test_what_cannot_be_read_has_none(self):
+    def test_a_checkpoint_that_cannot_be_read_has_no_fingerprint(self):
         broken = os.path.join(self.folder, "broken")
         os.makedirs(broken)
         with open(os.path.join(broken, "model.safetensors"), "wb") as file:

@@ -1,7 +1,7 @@
-"""What a running engine knows of itself, and where it is asked.
+"""What a running engine knows about itself, and which hunks ask for it.
 
 Contract: facts of the engine replace what its arguments only suggest; what is published
-is what its pools allocate; an engine that cannot describe itself starts all the same.
+is what its pools allocate; an engine that cannot describe itself still starts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TestStagePairing(CustomTestCase):
         self.assertEqual(self.pairing("mooncake", self.mha_pool()), "guess")
         self.assertEqual(self.pairing("mooncake", self.mha_pool(), layers=7), "none")
 
-    def test_the_guess_is_right_exactly_where_it_is_said_to_be(self):
+    def test_the_positional_guess_is_right_exactly_where_it_is_used(self):
         """Against upstream's own positional pairing, all stages of many splits."""
         for layers in range(1, 25):
             for pp in range(2, min(layers, 5) + 1):
@@ -206,7 +206,7 @@ class TestRingFacts(CustomTestCase):
         self.assertEqual(found, {"4": 104, "2": 102})
         self.assertIsNone(engine_facts._rings([]))
 
-    def test_a_guess_equals_what_the_engine_allocates(self):
+    def test_described_rings_equal_what_the_engine_allocates(self):
         """Capture on and off, told by the environment, by the checkpoint, by neither."""
         if not hasattr(pools, "resolve_compress_state_ring_size"):
             self.skipTest("ring sizes of this release do not depend on draft tokens")

@@ -81,7 +81,7 @@ class TestBootstrapServer(WithServer):
 
 
 class TestMerge(CustomTestCase):
-    def test_what_one_rank_does_not_know_is_not_known_and_no_conflict(self):
+    def test_a_value_that_one_rank_lacks_is_unknown_and_not_a_conflict(self):
         unreadable = {k: v for k, v in NATIVE.items() if k != "draft_weights"}
         self.assertEqual(merge_ranks([NATIVE, unreadable]), unreadable)
 

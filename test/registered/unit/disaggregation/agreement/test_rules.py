@@ -1,7 +1,7 @@
 """The rules: each fires for its pair, and none for a pair that works.
 
 Contract: two engines that are described alike agree; every message names both values; the
-decision is pure, does not depend on key order, and what is not known never refuses.
+decision is pure, does not depend on key order, and a missing value never refuses.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class TestStages(CustomTestCase):
                 self.codes(*pair, stage_pairing="guess"), ["PD-PP-LAYER-IDS"]
             )
 
-    def test_what_is_not_known_is_not_refused(self):
+    def test_an_unknown_stage_pairing_is_not_refused(self):
         plain = {**PLAIN, **self.NO_IDS}
         self.assertEqual(self.codes(plain, plain, stage_pairing=None), [])
 

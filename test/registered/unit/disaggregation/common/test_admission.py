@@ -1,8 +1,8 @@
 """A message that does not fit fails its own room, on both engines, with the reason.
 
-Contract: a refused or half-registered decode is no peer; its rooms fail on prefill and
-decode learns why; rooms of other decodes go on; what decode gave up before prefill had
-the request fails as soon as the request arrives; a decode that prefill does not know
+Contract: rooms of a refused or half-registered decode fail on prefill, and decode learns
+why; rooms of other decodes are served; a room that decode gave up before prefill had its
+request fails as soon as the request arrives; a decode that prefill does not know
 registers again.
 """
 
@@ -105,7 +105,7 @@ class TestNixlPrefill(ThreadCase):
         patch.start()
         self.addCleanup(patch.stop)
 
-    def test_an_unregistered_decode_is_told_at_once(self):
+    def test_an_unregistered_decode_gets_an_answer_at_once(self):
         open_sender(self.manager, 1)
         self.metadata(1, "decode-unknown")
         self.assertTrue(self.fails(1, "[PD-NOT-REGISTERED] decode decode-unknown"))

@@ -1,8 +1,8 @@
-"""Control threads outlive what one message does to them; a dead one ends the engine.
+"""Control threads survive a message that raises; a dead thread ends the engine.
 
-Contract: an error in handling a message costs that message and nothing else; the
-thread works on the next one; a thread that is really gone ends its engine with the
-signal that upstream uses, and a teardown does not.
+Contract: an error in handling a message fails that message and nothing else; the thread
+goes on with the next one; a thread that has died ends its engine with the signal that
+upstream uses, and a teardown does not.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TestSurvives(GuardedCase):
         self.run_loop(loop)
         self.assertEqual(self.handler.on_error.call_count, 2)
 
-    def test_an_error_in_receiving_is_no_fault_of_the_last_message(self):
+    def test_an_error_while_receiving_does_not_fail_the_last_message(self):
         def loop():
             self.socket.recv_multipart()
             self.socket.recv_multipart(zmq.NOBLOCK)  # raises: there is none
@@ -170,7 +170,7 @@ class TestSurvives(GuardedCase):
         self.assertEqual(self.handler.failed, [])
         self.assertIn("cannot receive any more", ended[0])
 
-    def test_a_context_that_is_torn_down_is_no_death(self):
+    def test_a_context_that_is_torn_down_does_not_end_the_engine(self):
         def loop():
             raise zmq.ContextTerminated
 
@@ -334,7 +334,7 @@ class TestDeath(CustomTestCase):
     def test_a_loop_that_returns_ends_it(self):
         self.assertTrue(self.thread_ends(lambda _: None))
 
-    def test_a_teardown_does_not(self):
+    def test_a_teardown_does_not_end_the_engine(self):
         def loop(manager):
             manager._stopped = True
             raise OSError("socket was closed on purpose")
@@ -399,7 +399,7 @@ class TestDeath(CustomTestCase):
 
 
 class TestLog(CustomTestCase):
-    def test_a_subject_is_logged_in_full_and_then_now_and_then(self):
+    def test_a_subject_is_logged_in_full_and_then_once_per_interval(self):
         clock = mock.patch.object(control_threads.time, "monotonic", return_value=100.0)
         with clock as now:
             logged = [should_log("subject of this test", 3) for _ in range(10)]
@@ -408,7 +408,7 @@ class TestLog(CustomTestCase):
             now.return_value += control_threads.LOG_INTERVAL_S
             self.assertTrue(should_log("subject of this test", 3))
 
-    def test_a_line_that_was_said_is_not_said_again(self):
+    def test_a_line_is_logged_once(self):
         lines = []
         for text in ("one line", "one line", "another line", "one line"):
             log_once(lines.append, text)

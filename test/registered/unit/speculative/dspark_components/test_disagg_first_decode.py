@@ -40,7 +40,7 @@ STALE_TOKEN = 999
 no_hidden_states = mock.patch(
     "sglang.srt.speculative.spec_utils.spec_need_hidden_states", return_value=False
 )
-# Older releases pin relay rows to a stream whatever the device; the CPU has none.
+# Older releases pin relay entries to a stream whatever the device; the CPU has none.
 no_streams = mock.patch.object(torch.Tensor, "record_stream", lambda *_: None)
 
 
@@ -114,7 +114,7 @@ class TestDSparkHandoffInput(CustomTestCase):
                 self.assertEqual(batch.spec_info.new_seq_lens.tolist(), [30, 7])
 
     def test_overlap_input_is_relayed(self):
-        """The next step reads the relay by request row and must find these tokens."""
+        """The next step reads the request's relay entry and must find these tokens."""
         batch, future_map = hand_off(overlap=True)
         self.assertEqual(batch.spec_info.future_indices.tolist(), [5, 2])
         self.assertEqual(future_map.new_seq_lens_buf[[5, 2]].tolist(), [30, 7])

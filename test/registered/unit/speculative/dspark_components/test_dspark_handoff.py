@@ -50,7 +50,7 @@ class TestVariables(HandoffCase):
         handoff.refuse_client_hidden_states(CaptureHiddenMode.FULL)
         os.environ[CAPTURE] = "1"
         handoff.refuse_client_hidden_states(CaptureHiddenMode.NULL)
-        with self.assertRaisesRegex(ValueError, "returns none to clients"):
+        with self.assertRaisesRegex(ValueError, "cannot return any to clients"):
             self.ask_for_hidden_states()
 
     def ask_for_hidden_states(self):

@@ -1,6 +1,6 @@
 """Decode's side of the tail: it is taken in time, checked and injected in place.
 
-The draft is a stand-in that records what it is asked to write; slots, positions,
+The draft is a stand-in that records what it is told to write; slots, positions,
 grouping and clearing are those of the real path.
 """
 
@@ -56,7 +56,7 @@ def adopt(pool, window_need, **more):
 
 
 def fill(buffers, prompt, slot=0, room=ROOM, spec=None, salt=0):
-    """What a finished transfer leaves in a slot; returns its rows."""
+    """What a finished transfer leaves in a slot; returns its hidden states."""
     tail = tails.TailBuffer(spec or buffers.tail.spec, SLOTS)
     req = SimpleNamespace(
         rid="p",
@@ -186,7 +186,7 @@ class DraftCase(CustomTestCase):
 
 class TestCommit(DraftCase):
     def test_commit_takes_the_tail(self):
-        """The queue's own commit takes the rows while the slot is still the request's."""
+        """The queue's own commit takes the tail while the slot is still the request's."""
         buffers = make_buffers()
         expected = fill(buffers, 9)
         buffers.get_buf = lambda _: committed_fields()
@@ -276,8 +276,8 @@ class TestCommit(DraftCase):
         self.commit(make_buffers(), req, mode="native")
         self.assertEqual(req.dspark_tail, decode.NO_TAIL)
 
-    def test_slots_that_are_no_rows_are_left_alone(self):
-        """Under --dcp-size and the like they would name rows of other requests."""
+    def test_draft_kv_of_slots_that_are_no_pool_entries_is_left_alone(self):
+        """Under --dcp-size and the like they would name entries of other requests."""
         adopt(Pool(), 4, plain_slots=False)
         req = self.commit(SimpleNamespace(), make_req(), mode="none")
         self.assertIsNone(req.dspark_tail)
@@ -287,7 +287,7 @@ class TestCommit(DraftCase):
         req = self.commit(make_buffers(), make_req())
         self.assertFalse(hasattr(req, "dspark_tail"))
 
-    def test_no_rows_with_shared_slots(self):
+    def test_a_request_without_a_tail_is_refused_where_slots_are_shared(self):
         """Clearing them would change the draft KV of other requests."""
         adopt(Pool(), 4, shares_slots=True)
         buffers = make_buffers()
@@ -309,7 +309,7 @@ class TestCommit(DraftCase):
             self.commit(buffers, req)
         self.assertRegex(req.finished_reason.message, pattern)
 
-    def test_other_rows_are_refused_with_both_values(self):
+    def test_hidden_states_of_other_layers_are_refused_with_both_values(self):
         for other in (make_spec(layer_ids=(0, 1, 3)), make_spec(layer_ids=(0, 1, 4))):
             buffers = make_buffers()
             fill(buffers, 9, spec=other)
@@ -350,10 +350,10 @@ class TestInject(DraftCase):
         self.scheduler = make_scheduler(self.buffers, self.worker)
 
     def arrive(self, prompt, row, slot=0, salt=0, rid="d"):
-        rows = fill(self.buffers, prompt, slot=slot, salt=salt)
+        states = fill(self.buffers, prompt, slot=slot, salt=salt)
         req = make_req(row=row, rid=rid)
         self.commit(self.buffers, req, slot)
-        return req, rows
+        return req, states
 
     def cleared(self, pool=None):
         """Token slots that are zero in every layer."""
@@ -369,10 +369,10 @@ class TestInject(DraftCase):
         decode.inject_tails(self.scheduler, make_batch(*pairs))
         return self.worker.draft_model.calls
 
-    def test_rows_go_to_the_requests_own_slots(self):
-        req, rows = self.arrive(9, row=2)
+    def test_draft_kv_goes_to_the_requests_own_slots(self):
+        req, states = self.arrive(9, row=2)
         ((written, slots, positions),) = self.inject((req, 9))
-        torch.testing.assert_close(written, rows)
+        torch.testing.assert_close(written, states)
         self.assertEqual(positions.tolist(), [5, 6, 7, 8])
         table = self.worker.model_runner.req_to_token_pool.req_to_token
         self.assertEqual(slots.tolist(), table[2, 5:9].tolist())
@@ -380,7 +380,7 @@ class TestInject(DraftCase):
         self.assertIsNone(req.dspark_tail)
 
     def test_batch_is_one_call(self):
-        """Requests with many, few and no rows share one write."""
+        """Requests with a long, a short and no tail share one write."""
         one, first = self.arrive(9, row=1, slot=0, salt=1)
         two, second = self.arrive(2, row=3, slot=1, salt=2)
         native = make_req(row=2)
@@ -391,10 +391,10 @@ class TestInject(DraftCase):
         self.assertEqual(calls[0][2].tolist(), [5, 6, 7, 8, 0, 1])
 
     def test_device_memory_is_bounded_in_bytes(self):
-        """A call holds that many bytes of rows once, whatever a row or a tail takes."""
-        row_bytes = WIDTH * 4
+        """A call holds that many bytes of hidden states, however long a tail is."""
+        token_bytes = WIDTH * 4
         arrived = [self.arrive(9, row=i, slot=i, salt=100 * i) for i in range(4)]
-        expected = torch.cat([rows for _, rows in arrived])
+        expected = torch.cat([states for _, states in arrived])
         allocated = []
         empty = torch.empty
 
@@ -402,14 +402,14 @@ class TestInject(DraftCase):
             allocated.append(empty(*args, **kwargs))
             return allocated[-1]
 
-        for rows, sizes in ((8, [8, 8]), (6, [6, 6, 4]), (3, [3] * 5 + [1])):
+        for tokens, sizes in ((8, [8, 8]), (6, [6, 6, 4]), (3, [3] * 5 + [1])):
             for req, mine in arrived:
                 req.dspark_tail = decode.Tail(5, 9, mine)
-            limit = rows * row_bytes + row_bytes // 2
+            limit = tokens * token_bytes + token_bytes // 2
             allocated.clear()
             self.worker.draft_model.calls.clear()
             with (
-                self.subTest(rows=rows),
+                self.subTest(tokens=tokens),
                 mock.patch.object(decode, "MAX_BYTES_PER_CALL", limit),
                 mock.patch.object(torch, "empty", count),
             ):
@@ -421,10 +421,10 @@ class TestInject(DraftCase):
                 self.assertLessEqual(sum(t.nbytes for t in allocated), limit)
 
     def test_pieces_know_the_requests_last_position(self):
-        """A ring keeps the rows next to it; a piece's own end would keep others."""
-        rows = torch.zeros(5, WIDTH)
-        with mock.patch.object(decode, "MAX_BYTES_PER_CALL", 2 * rows[0].nbytes):
-            groups = list(decode._groups([decode._Job(0, 3, 7, rows)]))
+        """A ring keeps the entries next to it; a piece's own end would keep others."""
+        states = torch.zeros(5, WIDTH)
+        with mock.patch.object(decode, "MAX_BYTES_PER_CALL", 2 * states[0].nbytes):
+            groups = list(decode._groups([decode._Job(0, 3, 7, states)]))
         found = [(job.start, len(job.hidden_states), job.final) for (job,) in groups]
         self.assertEqual(found, [(3, 2, 7), (5, 2, 7), (7, 1, 7)])
 
@@ -458,14 +458,14 @@ class TestInject(DraftCase):
         self.assertEqual(self.cleared(), set())
 
     def test_resumed_request_keeps_its_draft_kv(self):
-        """It is prebuilt again without a transfer; its rows were restored."""
+        """It is prebuilt again without a transfer; its draft KV was restored."""
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
         self.worker.draft_model.calls.clear()
         self.assertEqual(self.inject((req, 12)), [])
         self.assertEqual(self.cleared(), set())
 
-    def test_uncovered_rows_are_cleared(self):
+    def test_draft_kv_that_no_tail_covers_is_cleared(self):
         """Acceptance must not depend on who used the slots before."""
         adopt(Pool(), None)
         req, _ = self.arrive(9, row=2)
@@ -492,13 +492,13 @@ class TestInject(DraftCase):
         self.assertEqual(self.inject((req, 9)), [])
         self.assertEqual(self.cleared(), self.slots(2, 5, 9))
 
-    def test_rows_of_another_length_are_dropped(self):
+    def test_a_tail_of_another_length_is_dropped(self):
         req, _ = self.arrive(9, row=2)
         with self.assertLogs(decode.logger, "ERROR"):
             self.assertEqual(self.inject((req, 10)), [])
 
     def test_masked_pool_gets_its_first_position(self):
-        """Written for every request, also for those without rows."""
+        """Written for every request, also for those without a tail."""
         pool = MaskedPool()
         self.worker = make_worker(pool)
         self.scheduler = make_scheduler(self.buffers, self.worker)

@@ -284,8 +284,8 @@ class TestAttach(HandoffCase):
         self.assertEqual(self.attach(self.decode()).spec.tail_tokens, 31)
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
 
-    def test_decode_looks_after_its_draft(self):
-        """With and without a tail: slots that nobody wrote, shared or renumbered."""
+    def test_decode_knows_whether_its_drafts_slots_are_shared_or_plain(self):
+        """With and without a tail."""
         cases = (
             ({}, False, True),
             ({"disaggregation_decode_enable_radix_cache": True}, True, True),

@@ -220,7 +220,7 @@ class TestPrefillSide(TailCase):
         torch.testing.assert_close(states, states_of(12, 8))
 
     def test_gap_sends_an_empty_tail(self):
-        """A row that was not computed for this request must never be announced."""
+        """Hidden states not computed for this request must never be announced."""
         for begin, chunks in ((14, [6]), (0, [13])):
             with self.subTest(begin=begin):
                 buffers = self.prefill()
@@ -474,7 +474,7 @@ class TestWire(TailCase):
         activate(tail=None)
         self.assertIn("announced no place", self.announce("d", make_buffers()))
 
-    def test_other_prefills_refuse_nobody(self):
+    def test_a_prefill_that_does_not_capture_refuses_no_decode(self):
         """A native prefill serves decodes with and without a tail."""
         for receiver in (make_buffers(), make_buffers(make_spec())):
             self.assertIsNone(self.announce("d", receiver))

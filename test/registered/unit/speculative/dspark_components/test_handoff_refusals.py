@@ -1,7 +1,7 @@
-"""What an engine of a tail handoff refuses to start with, rule by rule.
+"""The settings with which an engine refuses to start a tail handoff, rule by rule.
 
-Each rule must fire on what it is about, with the value found and a way out, and on
-nothing else; what is not known refuses nothing.
+Each rule must apply to the settings it is about, name the value found and a fix, and
+apply to nothing else; a missing fact refuses nothing.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class TestRules(CustomTestCase):
         facts["hidden_size"] = 2048
         self.assertEqual(codes(facts), [])
 
-    def test_all_reasons_are_told_at_once(self):
+    def test_all_reasons_are_reported_together(self):
         facts = prefill_facts({"enable_pdmux": True, "attn_cp_size": 2})
         self.assertEqual(codes(facts), ["TAIL-CP", "TAIL-PDMUX"])
 
@@ -343,7 +343,7 @@ class TestRules(CustomTestCase):
                 with self.subTest(role, algorithm=algorithm):
                     self.assertEqual(codes(facts), [])
 
-    def test_what_is_not_known_refuses_nothing(self):
+    def test_a_missing_fact_refuses_nothing(self):
         """Neither an unknown environment nor unreadable configs."""
         flags = {"enable_pdmux": True, "dcp_size": 2}
         for role in ("prefill", "decode"):
@@ -378,7 +378,7 @@ class TestFacts(CustomTestCase):
         facts = prefill_facts(environ={rules.LAYER_IDS: "0, 5"})
         self.assertEqual(rules.layer_ids(facts), (0, 5))
 
-    def test_slots_that_are_no_entries(self):
+    def test_slots_that_are_not_pool_entries(self):
         self.assertTrue(rules.has_plain_slots(decode_facts()))
         for args in ({"dcp_size": 2}, {"enable_hisparse": True}):
             self.assertFalse(rules.has_plain_slots(decode_facts(args)))
