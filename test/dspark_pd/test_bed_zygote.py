@@ -152,3 +152,12 @@ def test_other_programs_start_the_usual_way(argv: list[str]) -> None:
 def test_the_zygote_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPARK_PD_ZYGOTE", "0")
     assert zygote_for([sys.executable, "-m", "sglang.launch_server"]) is None
+
+
+def test_a_zygote_that_does_not_answer_is_given_up(
+    mother: Zygote, environ: dict[str, str], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_pd.bed.zygote._ANSWER_TIMEOUT_S", 0.2)
+    os.kill(mother._process.pid, signal.SIGSTOP)
+    assert mother.fork([*SERVER_ARGV, "end", "0"], environ, log) is None
+    assert not mother.works

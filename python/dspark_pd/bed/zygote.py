@@ -32,6 +32,7 @@ _PRELOAD = (
     *_SERVERS,
 )
 _START_TIMEOUT_S = 120.0
+_ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds
 
 
 class Forked:
@@ -78,14 +79,16 @@ class Zygote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,  # else an answer may wait where select does not see it
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._orders, self._answers = self._process.stdin, self._process.stdout
         self.works = False
         try:
-            began = select.select([self._answers], [], [], _START_TIMEOUT_S)[0]
-            self.works = bool(began) and self._answers.readline() == b"ready\n"
+            self.works = self._answer(_START_TIMEOUT_S) == b"ready\n"
+        except TimeoutError:
+            pass
         finally:
             if not self.works:
                 self._process.kill()
@@ -101,11 +104,17 @@ class Zygote:
                 self._orders.flush()
                 # An earlier question may have been interrupted before its answer.
                 while answer.get("id") != self._asked:
-                    answer = json.loads(self._answers.readline())
+                    answer = json.loads(self._answer(_ANSWER_TIMEOUT_S))
             except (OSError, ValueError):
                 self.works = False
                 return None
         return answer
+
+    def _answer(self, timeout_s: float) -> bytes:
+        """The next line; empty at the end. Raises TimeoutError."""
+        if not select.select([self._answers], [], [], timeout_s)[0]:
+            raise TimeoutError
+        return self._answers.readline()
 
     def fork(
         self, argv: Sequence[str], environ: Mapping[str, str], log: Path
