@@ -90,26 +90,37 @@ def code(text: object) -> str:
 
 
 def set_size() -> str:
-    """What the newest release gets: the goldens hold every line that is inserted."""
+    """What `apply` changes on the newest release, as it says itself.
+
+    The goldens hold every line that is inserted.
+    """
     patch_set = load_patch_set()
     newest = Version(str(patch_set.releases[-1]))
-    golden = ROOT / "test" / "dspark_pd" / "golden" / str(newest)
-    rendered = [path.read_text() for path in golden.rglob("*.txt")]
-    inserted = sum(text.count("\n    |") for text in rendered)
     modules = [m for m in patch_set.modules if m.serves(newest)]
     lines = sum(
         len((patch_set.overlay / m.path).read_bytes().splitlines()) for m in modules
     )
-    hunks = [hunk for hunk in patch_set.hunks if hunk.serves(newest)]
+    hunks = [h for h in patch_set.hunks if h.serves(newest) and h.component != "cpu"]
+    golden = ROOT / "test" / "dspark_pd" / "golden" / str(newest)
+    rendered = "".join(path.read_text() for path in sorted(golden.rglob("*.txt")))
+    inserted = sum(_inserted(rendered, hunk.identity) for hunk in hunks)
     files = len({hunk.target for hunk in hunks})
     decided = sum(hunk.drop_when[0] in DECIDABLE for hunk in hunks)
     return (
         f"{newest}: {len(modules)} new modules ({lines:,} lines) and {len(hunks)} hunks "
-        f"({inserted} lines) in {files} of SGLang's files; nothing is deleted.\n\n"
-        "When it goes away: hunk by hunk. Each names the condition that ends it. "
-        f"{decided} are decided by `dspark-pd status`, which then says *not needed*; for "
-        f"{len(hunks) - decided} the condition is a public thread to look at."
+        f"(about {round(inserted, -1)} lines) in {files} of SGLang's files; nothing is deleted.\n\n"
+        "When it goes: each hunk names the condition that makes it unnecessary. For "
+        f"{decided} of them `dspark-pd status` finds out and says *not needed*; for the "
+        f"other {len(hunks) - decided} it names the public thread to look at."
     )
+
+
+def _inserted(rendered: str, identity: str) -> int:
+    """Lines of one hunk in a golden text, at all its places."""
+    counts = re.findall(
+        rf"^{re.escape(identity)} .*\n((?: {{4}}\|.*\n)*)", rendered, re.M
+    )
+    return sum(block.count("\n") for block in counts)
 
 
 def hunk_counts() -> str:
