@@ -16,7 +16,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help=text)
 
 
+# First, before pytest-xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):
             item.add_marker(pytest.mark.unit)
+        # One process has all engines, so that tests share them; a module keeps its own.
+        is_e2e = item.get_closest_marker("e2e") is not None
+        group = "e2e" if is_e2e else item.location[0]
+        item.add_marker(pytest.mark.xdist_group(group))
