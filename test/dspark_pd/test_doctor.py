@@ -66,7 +66,11 @@ def test_stdin_serves_one_of_the_two(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no flags here", '--x "unbalanced', "{broken", "[]", "{}"]
+    "text",
+    [
+        *("", "no flags here", '--x "unbalanced', "{broken", "[]", "{}"),
+        *('{"detail": "Not Found"}', '{"server_args": {"hello": 1}}'),
+    ],
 )
 def test_a_file_that_says_nothing_is_a_usage_error(
     bench: Bench, run: Run, text: str
