@@ -133,6 +133,31 @@ def test_a_misspelt_name_is_named(
     assert f"{meant} may be meant" in finding.message
 
 
+def test_what_is_known_of_one_engine_only_is_named(bench: Bench) -> None:
+    model, other = bench.model("qwen", QWEN), "org/qwen"
+    [finding] = bench.findings(
+        command(model, "prefill", "--page-size 64", "--kv-cache-dtype auto"),
+        command(model, "decode"),
+    )
+    assert (finding.code, finding.severity) == ("DOC-NOT-COMPARED", "warning")
+    assert "page size (known of prefill only); KV dtype (" in finding.message
+    findings = bench.findings(command(model, "prefill"), command(other, "decode"))
+    [finding] = [f for f in findings if f.code == "DOC-NOT-COMPARED"]
+    assert "model (known of prefill only)" in finding.message
+    assert f"model paths that differ ({model} and {other})" in finding.message
+
+
+def test_drafts_that_cannot_be_read_are_named_by_path(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    flags = "--speculative-algorithm DSPARK --speculative-draft-model-path org"
+    same = command(model, "decode", f"{flags}/a")
+    codes = bench.codes(command(model, "prefill", f"{flags}/a"), same)
+    assert codes == ["PD-DRAFT-WEIGHTS-UNKNOWN"]
+    findings = bench.findings(command(model, "prefill", f"{flags}/b"), same)
+    [finding] = [f for f in findings if f.code == "DOC-NOT-COMPARED"]
+    assert finding.message == "not compared: draft paths that differ (org/b and org/a)"
+
+
 # -- spellings that mean the same -------------------------------------------------------
 
 
