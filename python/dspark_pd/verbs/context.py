@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import Problem, Refused, refuse
+from dspark_pd.messages.errors import Problem, Refused, on_target, refuse
 from dspark_pd.patchset.lists import (
     Components,
     by_default,
@@ -92,7 +92,7 @@ class Context:
             old = survey.ledger.release
             found.append(f"SGLang went from {old} to {release} under the applied set")
         if survey.ledger.unfinished:
-            found.append(f"an earlier {survey.ledger.unfinished} was cut off; repaired")
+            found.append(_cut_off(survey.ledger.unfinished, options))
         found += [
             f"component {component} has nothing for SGLang {release}: it serves later ones"
             for component in plan.idle_components()
@@ -105,6 +105,15 @@ class Context:
                 f"{path} was edited before apply; the edit is kept, under our lines"
             )
         return found
+
+
+def _cut_off(verb: str, options: Namespace) -> str:
+    """Say what became of an earlier run, or what would finish it."""
+    if options.verb == "apply" and not options.dry_run:
+        return f"an earlier {verb} was cut off; repaired"
+    other = "revert" if verb == "apply" else "apply"
+    way = f"dspark-pd {verb} finishes it, dspark-pd {other} takes it back"
+    return on_target(f"an earlier {verb} was cut off: {way}", options.target)
 
 
 def unknown_release(
