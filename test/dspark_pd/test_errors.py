@@ -84,6 +84,11 @@ def _no_engine(bench: Bench) -> Outcome:
     return bench.run("describe", "--without-sglang", "--", "docker", "run", "engine")
 
 
+@scenario("U007")
+def _assumes_another_release(bench: Bench) -> Outcome:
+    return bench.apply("--assume-version", "1.1.0")
+
+
 @scenario("T106")
 def _no_answer(bench: Bench) -> Outcome:
     nowhere = "http://127.0.0.1:9"

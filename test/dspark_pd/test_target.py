@@ -162,3 +162,4 @@ def test_an_assumed_release_ends_with_an_update(run: Run, site: Path) -> None:
     outcome = run("status", "--target", site)
     assert (outcome.code, outcome.codes[0]) == (3, "T103")
     assert outcome.data["updated"] is True
+    assert "went from" not in str(outcome.document["notes"]), "that was assumed"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from dspark_pd.messages.errors import Problem, Refused, on_target, refuse
 from dspark_pd.patchset.lists import (
@@ -90,7 +90,7 @@ class Context:
         found = need_notes(options, self.patch_set.components, components)
         if survey.updated:
             old = survey.ledger.release
-            found.append(f"SGLang went from {old} to {release} under the applied set")
+            found.append(_other_release(survey, f"{old}", f"{release}"))
         if survey.ledger.unfinished:
             found.append(_cut_off(survey.ledger.unfinished, options))
         found += [
@@ -105,6 +105,13 @@ class Context:
                 f"{path} was edited before apply; the edit is kept, under our lines"
             )
         return found
+
+
+def _other_release(survey: Survey, old: str, new: str) -> str:
+    """Say what changed under the applied set: SGLang, or what the user took it for."""
+    if survey.ledger.assumed_over is None and survey.target.assumed_over is None:
+        return f"SGLang went from {old} to {new} under the applied set"
+    return f"the set was applied for SGLang {old}, and the target is taken for {new}"
 
 
 def _cut_off(verb: str, options: Namespace) -> str:
@@ -147,7 +154,21 @@ def open_context(options: Namespace) -> Context:
     target = find_target(options.target, assumed)
     if target.release is None:
         refuse("T102", target=target.root)
-    return Context(load_patch_set(options.overlay), Survey(target))
+    patch_set = load_patch_set(options.overlay)
+    refuse_assumption(patch_set, target, assumed)
+    return Context(patch_set, Survey(target))
+
+
+def refuse_assumption(patch_set: PatchSet, target: Target, assumed: str | None) -> None:
+    """Refuse with U007 to take one known release for another: no hunk would fit."""
+    if assumed is None or target.assumed_over is None:
+        return
+    try:
+        found = Version(target.assumed_over)
+    except InvalidVersion:
+        return  # it cannot be read
+    if patch_set.knows(found) and found.public != Version(assumed).public:
+        refuse("U007", target=target.root, found=found, assumed=assumed)
 
 
 def named_components(options: Namespace, components: Components) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from dspark_pd.verbs.context import (
     asked_components,
     need_notes,
     refuse_any,
+    refuse_assumption,
     unknown_release,
 )
 
@@ -51,6 +52,7 @@ def run(options: Namespace) -> Result:
     if target.release is None:
         refuse("T102", target=target.root)
     patch_set = load_patch_set(options.overlay)
+    refuse_assumption(patch_set, target, options.assume_version)
     _need_repository(patch_set)
     out = options.out or f"dspark-pd-{target.release}"
     _need_free(checkout, out)
