@@ -7,8 +7,10 @@ at once, and no verb pays for another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -153,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(
         verb=verb, json=in_json, quiet=False, verbose=loud, target=None
     )
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A path may hold bytes, or letters, that the terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
@@ -208,20 +211,43 @@ def _refusal(problems: list[Any]) -> Any:
     return Result(exit_code=problems[0].exit_code, problems=problems)
 
 
+def _replace_closed_streams() -> None:
+    """Give a stream that the caller closed (``>&-``) a place to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
 def _finish(options: argparse.Namespace, result: Any) -> int:
     result.problems = [problem.on(options.target) for problem in result.problems]
-    _print(options, result)
+    try:
+        _print(options, result)
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough.
+        sys.stderr.close()
+    except OSError as error:
+        return _unwritten(options, error)
     return int(result.exit_code)
 
 
 def _print(options: argparse.Namespace, result: Any) -> None:
     from dspark_pd.messages import output
 
-    try:
-        if options.json:
-            output.as_json(options.verb, result, sys.stdout)
-        else:
-            output.as_text(result, options.quiet, options.verbose)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough.
-        sys.stderr.close()
+    if options.json:
+        output.as_json(options.verb, result, sys.stdout)
+    else:
+        output.as_text(result, options.quiet, options.verbose)
+    sys.stdout.flush()
+
+
+def _unwritten(options: argparse.Namespace, error: OSError) -> int:
+    """Say that the answer is lost; what was done to a target stays done."""
+    from dspark_pd.messages.errors import Problem
+
+    problem = Problem("F506", {"detail": str(error)}, options.target)
+    with contextlib.suppress(OSError):
+        print(problem.as_text(), file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        # What is left in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return problem.exit_code
