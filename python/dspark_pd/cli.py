@@ -124,12 +124,19 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "a checkout, a venv, a python, a site-packages or a folder sglang; "
         "default: the SGLang of this interpreter"
     )
-    parser.add_argument("--target", metavar="PATH", help=text)
+    parser.add_argument("--target", metavar="PATH", type=_path, help=text)
 
 
 def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"a part of the set, or all (repeatable; default: {default})"
     parser.add_argument("--component", action="append", metavar="NAME", help=text)
+
+
+def _path(text: str) -> str:
+    """Refuse what an unset variable leaves: it would mean this interpreter's SGLang."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return text
 
 
 def _release(text: str) -> str:

@@ -84,6 +84,10 @@ def _read_both(options: argparse.Namespace, key: str | None) -> tuple[Engine, En
     if options.prefill == options.decode == "-":
         message = "argument --decode: stdin is read for --prefill already"
         refuse("U001", message=message, command="dspark-pd doctor")
+    for role in ("prefill", "decode"):
+        if not getattr(options, role):
+            message = f"argument --{role}: an empty address or path"
+            refuse("U001", message=message, command="dspark-pd doctor")
     engines: list[Engine] = []
     problems: list[Problem] = []
     for role in ("prefill", "decode"):
