@@ -199,7 +199,7 @@ def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
             options.argv = engines
         return options, _module_of(options.verb).run(options)
     except Refused as refused:
-        return options, _refusal(refused.problems)
+        return options, _refusal(refused.problems, refused.target)
     except OSError as error:
         return options, _refusal([from_os_error(error)])
 
@@ -212,10 +212,11 @@ def _divided(given: list[str]) -> tuple[list[str], list[str] | None]:
     return given[:at], given[at + 1 :]
 
 
-def _refusal(problems: list[Any]) -> Any:
+def _refusal(problems: list[Any], target: Any = None) -> Any:
     from dspark_pd.messages.result import Result
 
-    return Result(exit_code=problems[0].exit_code, problems=problems)
+    code = problems[0].exit_code
+    return Result(exit_code=code, target=target, problems=problems)
 
 
 def _replace_closed_streams() -> None:

@@ -291,6 +291,12 @@ def _fault(bench: Bench) -> Outcome:
     return bench.apply()
 
 
+# Without those of the command line, of engines, and of what hides the target itself.
+_ON_A_TARGET = SCENARIOS.keys() - {
+    *("U001", "U002", "U004", "U006", "T101", "T106", "E404", "X901")
+}
+
+
 @pytest.mark.parametrize("code", SCENARIOS)
 def test_the_error_is_met_and_complete(
     code: str, run: Run, site: Path, overlay: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +306,8 @@ def test_the_error_is_met_and_complete(
     assert outcome.codes[0] == code
     assert outcome.code == catalogue()[code].exit_code
     assert outcome.document["exit_code"] == outcome.code
+    if code in _ON_A_TARGET:
+        assert outcome.document["target"]["path"] == str(site / "sglang")
     for error in outcome.document["errors"]:
         for part in PARTS:
             text = error[part]

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.errors import Problem
-
-
-class Place(Protocol):
-    """The target of a verb, as far as it is shown."""
-
-    @property
-    def shown(self) -> str: ...
-
-    def as_dict(self) -> dict[str, object]: ...
+from dspark_pd.messages.errors import Place, Problem
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import about
 from dspark_pd.messages.result import Result
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan, PlannedFile
@@ -16,6 +17,11 @@ from dspark_pd.verbs.context import Context, open_context
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
+    with about(context.target):
+        return _locked_apply(context, options)
+
+
+def _locked_apply(context: Context, options: Namespace) -> Result:
     if options.dry_run:
         return _apply(context, options)
     with locked(context.target.root):

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from packaging.version import InvalidVersion, Version
 
-from dspark_pd.messages.errors import Problem, Refused, on_target, refuse
+from dspark_pd.messages.errors import Problem, Refused, about, on_target, refuse
 from dspark_pd.patchset.lists import (
     Components,
     by_default,
@@ -152,11 +152,12 @@ def open_context(options: Namespace) -> Context:
     """Return the context that ``options`` name; refuse if there is none."""
     assumed = getattr(options, "assume_version", None)
     target = find_target(options.target, assumed)
-    if target.release is None:
-        refuse("T102", target=target.root)
-    patch_set = load_patch_set(options.overlay)
-    refuse_assumption(patch_set, target, assumed)
-    return Context(patch_set, Survey(target))
+    with about(target):
+        if target.release is None:
+            refuse("T102", target=target.root)
+        patch_set = load_patch_set(options.overlay)
+        refuse_assumption(patch_set, target, assumed)
+        return Context(patch_set, Survey(target))
 
 
 def refuse_assumption(patch_set: PatchSet, target: Target, assumed: str | None) -> None:

@@ -13,7 +13,7 @@ from dspark_pd.export.checkout import Checkout, open_checkout
 from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
 from dspark_pd.export.message import compose
-from dspark_pd.messages.errors import Refused, from_os_error, refuse
+from dspark_pd.messages.errors import Refused, about, from_os_error, refuse
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
@@ -49,6 +49,11 @@ class Commit:
 def run(options: Namespace) -> Result:
     checkout = open_checkout(Path(options.checkout))
     target = find_target(str(checkout.root), options.assume_version)
+    with about(target):
+        return _export(options, checkout, target)
+
+
+def _export(options: Namespace, checkout: Checkout, target: Target) -> Result:
     if target.release is None:
         refuse("T102", target=target.root)
     patch_set = load_patch_set(options.overlay)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dspark_pd.messages.errors import Problem, Refused, from_os_error
+from dspark_pd.messages.errors import Problem, Refused, about, from_os_error
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.lists import in_order, load_components, without
 from dspark_pd.patchset.patch_set import default_overlay, load_patch_set
@@ -25,7 +25,7 @@ EDITED_SUFFIX = ".edited"
 def run(options: Namespace) -> Result:
     """Revert needs no known release unless a part stays applied."""
     target = find_target(options.target)
-    with locked(target.root):
+    with about(target), locked(target.root):
         survey = Survey(target, options.discard_edits)
         refuse_any(survey.problems())
         refuse_any(_unrecorded(survey, options))

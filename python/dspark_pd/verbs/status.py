@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.errors import Problem, about
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.lists import with_needs
 from dspark_pd.planning import changes
@@ -38,6 +38,11 @@ _MAX_SHOWN: Final = 12
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
+    with about(context.target):
+        return _status(context, options)
+
+
+def _status(context: Context, options: Namespace) -> Result:
     survey = context.survey
     known = context.patch_set.components
     named = with_needs(known, named_components(options, known))
