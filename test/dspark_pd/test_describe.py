@@ -288,7 +288,7 @@ def test_sglangs_own_parser_decides_where_it_is_installed(run: Run) -> None:
     }
     assert outcome.data["unknown"] == ["--mem"]
     refused = run("describe", "--", "--tp", "four")
-    assert refused.codes == ["U006"]
+    assert refused.codes == ["U008"]
     assert "SGLang refuses it" in refused.document["errors"][0]["found"]
 
 
@@ -300,3 +300,39 @@ def test_without_its_parser_the_known_flags_are_read_with_a_note(
     assert outcome.data["server_args"] == {"model_path": "/m", "tp_size": 4}
     assert outcome.data["unknown"] == ["--only-here"]
     assert any("no torch" in note for note in outcome.document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "cause", "hint"),
+    [
+        (
+            "numactl -N 0 python -m sglang.launch_server --tp 2",
+            *(
+                "U006",
+                "another program, numactl,",
+                "numactl ... dspark-pd describe -- ",
+            ),
+        ),
+        (
+            "./start.sh 2",
+            *("U006", "a script", 'PYTHON="dspark-pd describe --" ./start.sh 2,'),
+        ),
+        ("bash start.sh", *("U006", "a script", 'describe --" bash start.sh,')),
+        ("python -m sglang.launch_server", *("U006", "flags are missing", "its flags")),
+        ("sglang serve", *("U006", "flags are missing", "its flags")),
+        (
+            "A=1 env docker run x",
+            *("U006", "docker is no launcher", "inside a container"),
+        ),
+        ("--config no.yaml", *("U008", "file of --config is missing", "the path")),
+        ("--tp", *("U008", "without its value", "--help lists")),
+        ("--spec DSPARK", *("U008", "fits several", "in full")),
+    ],
+)
+def test_the_way_out_fits_the_cause(
+    run: Run, argv: str, code: str, cause: str, hint: str
+) -> None:
+    outcome = run("describe", "--without-sglang", "--", *argv.split())
+    assert outcome.codes == [code]
+    (error,) = outcome.document["errors"]
+    assert cause in error["cause"] and hint in error["next"]

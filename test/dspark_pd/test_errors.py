@@ -89,6 +89,12 @@ def _assumes_another_release(bench: Bench) -> Outcome:
     return bench.apply("--assume-version", "1.1.0")
 
 
+@scenario("U008")
+def _no_config(bench: Bench) -> Outcome:
+    words = ("--tp", "2", "--config", "no.yaml")
+    return bench.run("describe", "--without-sglang", "--", *words)
+
+
 @scenario("T106")
 def _no_answer(bench: Bench) -> Outcome:
     nowhere = "http://127.0.0.1:9"
@@ -293,7 +299,7 @@ def _fault(bench: Bench) -> Outcome:
 
 # Without those of the command line, of engines, and of what hides the target itself.
 _ON_A_TARGET = SCENARIOS.keys() - {
-    *("U001", "U002", "U004", "U006", "T101", "T106", "E404", "X901")
+    *("U001", "U002", "U004", "U006", "U008", "T101", "T106", "E404", "X901")
 }
 
 

@@ -96,13 +96,15 @@ def argv_of(words: Sequence[str]) -> Words:
     """
     rest = list(words)
     environ: dict[str, str] = {}
-    while rest and (_ASSIGNMENT.match(rest[0]) or rest[0] in ("env", "exec", "nohup")):
+    while rest and is_front(rest[0]):
         if _ASSIGNMENT.match(rest[0]):
             name, _, value = rest[0].partition("=")
             environ[name] = value
         del rest[0]
     launcher = next((i for i, word in enumerate(rest) if word in LAUNCHERS), None)
     if launcher and rest[launcher - 1] == "-m" and _only_python(rest[: launcher - 1]):
+        if not rest[launcher + 1 :]:
+            raise NotArguments("nothing behind the launcher")
         return Words(rest[launcher + 1 :], environ)
     if len(rest) > 1 and Path(rest[0]).name == "sglang" and rest[1] == "serve":
         rest = rest[2:]
@@ -114,6 +116,11 @@ def argv_of(words: Sequence[str]) -> Words:
             f"{found}, not with flags, sglang serve or python -m {LAUNCHERS[0]}"
         )
     return Words(rest, environ)
+
+
+def is_front(word: str) -> bool:
+    """Whether a word in front of a command leaves its arguments as they are."""
+    return bool(_ASSIGNMENT.match(word)) or word in ("env", "exec", "nohup")
 
 
 def _only_python(words: list[str]) -> bool:
