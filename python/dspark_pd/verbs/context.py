@@ -172,6 +172,19 @@ def refuse_assumption(patch_set: PatchSet, target: Target, assumed: str | None) 
         refuse("U007", target=target.root, found=found, assumed=assumed)
 
 
+def need_clone(patch_set: PatchSet, what: str) -> None:
+    """Refuse with T104 outside a clone: a wheel has only what apply needs."""
+    if not (patch_set.repository / "test" / "registered").is_dir():
+        refuse(
+            "T104",
+            what=what,
+            needed="a clone of sglang-dspark-pd, for its tests and docs",
+            found=f"{patch_set.overlay}, without test/registered beside it",
+            cause="dspark-pd was installed from a wheel",
+            hint="clone the repository, and run pip install -e . in the clone",
+        )
+
+
 def named_components(options: Namespace, components: Components) -> tuple[str, ...]:
     """Return the components that the user named; none means no choice was made.
 

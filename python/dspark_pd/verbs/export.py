@@ -21,6 +21,7 @@ from dspark_pd.target import fsops
 from dspark_pd.target.target import Target, find_target
 from dspark_pd.verbs.context import (
     asked_components,
+    need_clone,
     need_notes,
     refuse_any,
     refuse_assumption,
@@ -58,10 +59,10 @@ def _export(options: Namespace, checkout: Checkout, target: Target) -> Result:
         refuse("T102", target=target.root)
     patch_set = load_patch_set(options.overlay)
     refuse_assumption(patch_set, target, options.assume_version)
-    _need_repository(patch_set)
+    need_clone(patch_set, "export")
     out = options.out or f"dspark-pd-{target.release}"
     _need_free(checkout, out)
-    formatter = formatter_for(checkout, target.release)
+    formatter = formatter_for(checkout, target.release, patch_set.repository)
     components = asked_components(options, patch_set.components, ())
     commits = _commits(patch_set, target, checkout, components, formatter)
     tip = checkout.head
@@ -74,19 +75,6 @@ def _export(options: Namespace, checkout: Checkout, target: Target) -> Result:
     result = _describe(target, out, made)
     result.notes = need_notes(options, patch_set.components, components)
     return result
-
-
-def _need_repository(patch_set: PatchSet) -> None:
-    """Tests and docs are in a clone; a wheel has only what apply needs."""
-    repository = patch_set.overlay.parent.parent
-    if not (repository / "test" / "registered").is_dir():
-        refuse(
-            "T104",
-            needed="a clone of this repository, for tests and docs",
-            found=f"{patch_set.overlay}, without test/registered beside it",
-            cause="dspark-pd was installed from a wheel",
-            hint="clone the repository and run python -m dspark_pd export there",
-        )
 
 
 def _need_free(checkout: Checkout, out: str) -> None:

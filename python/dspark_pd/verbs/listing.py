@@ -13,7 +13,7 @@ from dspark_pd.patchset.fields import DECIDABLE
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import Module
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
-from dspark_pd.verbs.context import named_components, refuse_name
+from dspark_pd.verbs.context import named_components, need_clone, refuse_name
 
 
 def run(options: Namespace) -> Result:
@@ -162,6 +162,7 @@ def _check(options: Namespace) -> Result:
     from dspark_pd.patchset import hygiene
 
     patch_set = load_patch_set(options.overlay)
+    need_clone(patch_set, "list --check")
     problems = hygiene.check(patch_set)
     result = Result(problems=problems, data={"checked": len(patch_set.hunks)})
     if problems:
