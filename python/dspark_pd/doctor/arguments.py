@@ -134,7 +134,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the server arguments that are given, by field, and the unknown flags.
+    """Return the server arguments that are given, by field, and what is not known: flags,
+    and words that belong to no flag.
 
     As in SGLang, a flag may be shortened while that is unambiguous, the last of several
     counts, and the flags of ``--config FILE`` (relative to ``folder``) come first.
@@ -149,11 +150,30 @@ def parse(argv: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[str]]
         action = "store_true" if kind == "switch" else "store"
         parser.add_argument(*flags, dest=name, action=action)
     parser.add_argument("--config")
-    given, rest = parser.parse_known_args(_with_config(list(argv), folder))
+    words = _with_config(list(argv), folder)
+    given, rest = parser.parse_known_args(words)
     given.__dict__.pop("config", None)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
     args = {name: settled(name, value) for name, value in vars(given).items()}
-    return args, list(dict.fromkeys(unknown))
+    return args, list(dict.fromkeys([*unknown, *stray(words, rest)]))
+
+
+def stray(words: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """Return those of ``rest``, what a parser left of ``words``, that follow no flag.
+
+    What stands behind an unknown flag is taken for its values.
+    """
+    found, left, behind_known = [], list(rest), True
+    for word in words:
+        if not left or word != left[0]:
+            behind_known = True
+            continue
+        del left[0]
+        if word.startswith("-"):
+            behind_known = False
+        elif behind_known:
+            found.append(word)
+    return found
 
 
 def _with_config(argv: list[str], folder: Path) -> list[str]:

@@ -9,6 +9,11 @@ from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Place, Problem
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number of things as a person writes it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @dataclass
 class Result:
     """The outcome of one verb.

@@ -6,7 +6,7 @@ import difflib
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from packaging.version import InvalidVersion, Version
 
@@ -21,6 +21,8 @@ from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import Target, find_target
+
+_LIST: Final = "dspark-pd list"
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def named_components(options: Namespace, components: Components) -> tuple[str, .
     for name in named:
         if name != "all" and not in_order(components, [name]):
             known = f"all, or one of {', '.join(components)}"
-            refuse("U002", what="component", name=name, known=known)
+            refuse("U002", what="component", name=name, known=known, hint=_LIST)
     return in_order(components, components if "all" in named else named)
 
 
@@ -224,12 +226,14 @@ def need_notes(
     return notes
 
 
-def refuse_name(what: str, name: str, names: Iterable[str]) -> NoReturn:
+def refuse_name(
+    what: str, name: str, names: Iterable[str], hint: str = _LIST
+) -> NoReturn:
     """Refuse with U002 a name that is none, and say which ones are like it."""
     names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, names, 3, 0)
     known = f"a name such as {', '.join(near)} ({len(names)} in all)"
-    refuse("U002", what=what, name=name, known=known)
+    refuse("U002", what=what, name=name, known=known, hint=hint)
 
 
 def refuse_any(problems: list[Problem]) -> None:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> Result:
     }
     if unknown:
         described["unknown"] = unknown
-        notes.append(f"flags that are not read: {', '.join(unknown)}")
+        notes.append(f"not read: {', '.join(unknown)}")
     lines = json.dumps(described, indent=1, sort_keys=True).splitlines()
     return Result(lines=lines, data=described, notes=notes, is_document=True)
 

@@ -14,7 +14,7 @@ from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
 from dspark_pd.export.message import compose
 from dspark_pd.messages.errors import Refused, about, from_os_error, refuse
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.result import Result, count
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
 from dspark_pd.target import fsops
@@ -167,9 +167,9 @@ def _describe(target: Target, out: str, made: dict[str, Commit]) -> Result:
     lines = []
     for sha, commit in made.items():
         title = commit.message.partition("\n")[0]
-        lines.append(f"{sha[:10]}  {len(commit.files):>3} files  {title}")
+        lines.append(f"{sha[:10]}  {count(len(commit.files), 'file'):>9}  {title}")
     kind = "patch" if out.endswith(_PATCH_SUFFIXES) else "branch"
-    lines.append(f"{kind} {out}: {len(made)} commits")
+    lines.append(f"{kind} {out}: {count(len(made), 'commit')}")
     data = {
         "kind": kind,
         "out": out,

@@ -18,7 +18,7 @@ from typing import Final
 
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem, about
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.result import Result, count
 from dspark_pd.patchset.lists import with_needs
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan
@@ -173,7 +173,7 @@ def _applied_notes(survey: Survey) -> list[str]:
     if not ours or survey.target.source != "dist-info":
         return []
     return [
-        f"tools that compare files with pip's RECORD report {ours} modified files; "
+        f"tools that compare files with pip's RECORD report {count(ours, 'modified file')}; "
         "revert before pip install -U sglang"
     ]
 
