@@ -132,9 +132,9 @@ def about(target: Place) -> Iterator[None]:
         refused.target = target
         raise
     except OSError as error:
-        refused = Refused([from_os_error(error)])
-        refused.target = target
-        raise refused from error
+        failed = Refused([from_os_error(error)])
+        failed.target = target
+        raise failed from error
 
 
 UNCHANGED = "nothing was changed"

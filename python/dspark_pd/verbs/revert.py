@@ -69,8 +69,8 @@ def _revert(survey: Survey, options: Namespace) -> Result:
     lines = [f"restore  {path}" for path in restored]
     lines += [f"remove   {path}" for path in removed]
     if needed:
-        files, modules = count(len(restored), "file"), count(len(removed), "module")
-        lines.append(f"reverted {files}, removed {modules}")
+        modules = count(len(removed), "module")
+        lines.append(f"reverted {count(len(restored), 'file')}, removed {modules}")
     else:
         lines.append("nothing to revert")
     data = {
