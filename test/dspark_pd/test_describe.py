@@ -339,6 +339,7 @@ def test_the_way_out_fits_the_cause(
     assert outcome.codes == [code]
     (error,) = outcome.document["errors"]
     assert cause in error["cause"] and hint in error["next"]
+    assert "launcher, not with" not in error["found"]
 
 
 @pytest.mark.parametrize(

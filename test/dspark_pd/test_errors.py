@@ -86,7 +86,9 @@ def _no_engine(bench: Bench) -> Outcome:
 
 @scenario("U007")
 def _assumes_another_release(bench: Bench) -> Outcome:
-    return bench.apply("--assume-version", "1.1.0")
+    outcome = bench.apply("--assume-version", "1.1.0")
+    assert outcome.document["target"]["release"] == fake_sglang.LATEST, "as it is"
+    return outcome
 
 
 @scenario("U008")

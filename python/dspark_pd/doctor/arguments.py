@@ -110,11 +110,11 @@ def argv_of(words: Sequence[str]) -> Words:
         rest = rest[2:]
         if rest and not rest[0].startswith("-"):
             rest.insert(0, "--model-path")
-    if not rest or not rest[0].startswith("-"):
-        found = f"it starts with {rest[0]}" if rest else "nothing behind the launcher"
-        raise NotArguments(
-            f"{found}, not with flags, sglang serve or python -m {LAUNCHERS[0]}"
-        )
+    if not rest:
+        raise NotArguments("no flags" if not words else "nothing behind the launcher")
+    if not rest[0].startswith("-"):
+        wanted = f"flags, sglang serve or python -m {LAUNCHERS[0]}"
+        raise NotArguments(f"it starts with {rest[0]}, not with {wanted}")
     return Words(rest, environ)
 
 

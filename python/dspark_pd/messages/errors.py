@@ -129,7 +129,7 @@ def about(target: Place) -> Iterator[None]:
     try:
         yield
     except Refused as refused:
-        refused.target = target
+        refused.target = refused.target or target
         raise
     except OSError as error:
         failed = Refused([from_os_error(error)])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused, about, on_target, refuse
 from dspark_pd.patchset.lists import (
@@ -19,6 +19,7 @@ from dspark_pd.patchset.lists import (
 )
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
+from dspark_pd.target.release import read_release
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import Target, find_target
 
@@ -164,14 +165,14 @@ def open_context(options: Namespace) -> Context:
 
 def refuse_assumption(patch_set: PatchSet, target: Target, assumed: str | None) -> None:
     """Refuse with U007 to take one known release for another: no hunk would fit."""
-    if assumed is None or target.assumed_over is None:
+    if assumed is None:
         return
-    try:
-        found = Version(target.assumed_over)
-    except InvalidVersion:
-        return  # it cannot be read
-    if patch_set.knows(found) and found.public != Version(assumed).public:
-        refuse("U007", target=target.root, found=found, assumed=assumed)
+    found, source = read_release(target.root)
+    if found is None or not patch_set.knows(found):
+        return
+    if found.public != Version(assumed).public:
+        with about(Target(target.root, found, source)):
+            refuse("U007", target=target.root, found=found, assumed=assumed)
 
 
 def need_clone(patch_set: PatchSet, what: str) -> None:
