@@ -7,8 +7,10 @@ at once, and no verb pays for another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -122,12 +124,19 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "a checkout, a venv, a python, a site-packages or a folder sglang; "
         "default: the SGLang of this interpreter"
     )
-    parser.add_argument("--target", metavar="PATH", help=text)
+    parser.add_argument("--target", metavar="PATH", type=_path, help=text)
 
 
 def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"a part of the set, or all (repeatable; default: {default})"
     parser.add_argument("--component", action="append", metavar="NAME", help=text)
+
+
+def _path(text: str) -> str:
+    """Refuse what an unset variable leaves: it would mean this interpreter's SGLang."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return text
 
 
 def _release(text: str) -> str:
@@ -153,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(
         verb=verb, json=in_json, quiet=False, verbose=loud, target=None
     )
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A path may hold bytes, or letters, that the terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
@@ -189,7 +199,7 @@ def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:
             options.argv = engines
         return options, _module_of(options.verb).run(options)
     except Refused as refused:
-        return options, _refusal(refused.problems)
+        return options, _refusal(refused.problems, refused.target)
     except OSError as error:
         return options, _refusal([from_os_error(error)])
 
@@ -202,26 +212,50 @@ def _divided(given: list[str]) -> tuple[list[str], list[str] | None]:
     return given[:at], given[at + 1 :]
 
 
-def _refusal(problems: list[Any]) -> Any:
+def _refusal(problems: list[Any], target: Any = None) -> Any:
     from dspark_pd.messages.result import Result
 
-    return Result(exit_code=problems[0].exit_code, problems=problems)
+    code = problems[0].exit_code
+    return Result(exit_code=code, target=target, problems=problems)
+
+
+def _replace_closed_streams() -> None:
+    """Give a stream that the caller closed (``>&-``) a place to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _finish(options: argparse.Namespace, result: Any) -> int:
     result.problems = [problem.on(options.target) for problem in result.problems]
-    _print(options, result)
+    try:
+        _print(options, result)
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough.
+        sys.stderr.close()
+    except OSError as error:
+        return _unwritten(options, error)
     return int(result.exit_code)
 
 
 def _print(options: argparse.Namespace, result: Any) -> None:
     from dspark_pd.messages import output
 
-    try:
-        if options.json:
-            output.as_json(options.verb, result, sys.stdout)
-        else:
-            output.as_text(result, options.quiet, options.verbose)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough.
-        sys.stderr.close()
+    if options.json:
+        output.as_json(options.verb, result, sys.stdout)
+    else:
+        output.as_text(result, options.quiet, options.verbose)
+    sys.stdout.flush()
+
+
+def _unwritten(options: argparse.Namespace, error: OSError) -> int:
+    """Say that the answer is lost; what was done to a target stays done."""
+    from dspark_pd.messages.errors import Problem
+
+    problem = Problem("F506", {"detail": str(error)}, options.target)
+    with contextlib.suppress(OSError):
+        print(problem.as_text(), file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        # What is left in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return problem.exit_code

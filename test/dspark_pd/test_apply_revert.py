@@ -49,7 +49,7 @@ def test_a_second_apply_says_so_in_one_line(run: Run, site: Path) -> None:
     loud = run("apply", "--target", site, "-v", text=True)
     assert len(first.out.splitlines()) == 5
     assert second.out.splitlines()[1:] == [
-        "already applied: 2 modules, 1 hunks in 1 files, +4 lines"
+        "already applied: 2 modules, 1 hunk in 1 file, +4 lines"
     ]
     assert set(first.out.splitlines()[1:-1]) <= set(loud.out.splitlines())
 
@@ -110,7 +110,7 @@ def test_a_component_goes_with_the_one_it_needs(run: Run, site: Path) -> None:
     outcome = run("revert", "--target", site, "--component", "native")
     assert outcome.data["components"] == []
     assert outcome.document["notes"] == [
-        f"{name} needs what was named, and went with it"
+        f"{name} is reverted too, because it needs native"
         for name in ("agreement", "cpu")
     ]
     assert snapshot(site) == before

@@ -72,7 +72,7 @@ def test_text_names_the_target_first(run: Run, site: Path) -> None:
     outcome = run("apply", "--target", site, text=True)
     first, *_, last = outcome.out.splitlines()
     assert first == f"target  {site}/sglang  {fake_sglang.LATEST} (dist-info)"
-    assert re.fullmatch(r"applied 2 modules, 1 hunks? in 1 files?, \+4 lines", last)
+    assert re.fullmatch(r"applied 2 modules, 1 hunk in 1 file, \+4 lines", last)
 
 
 def test_quiet_prints_nothing_but_errors(run: Run, site: Path) -> None:

@@ -148,6 +148,23 @@ def test_either_verb_repairs_a_kill_at_any_point(
     assert tried >= MINIMUM_POINTS
 
 
+def test_only_apply_says_that_it_repaired(run: Run, site: Path) -> None:
+    journal = site / "sglang/.dspark_pd/journal.json"
+    for point in range(0, 200, 5):
+        assert _killed(run, "apply", site, point)
+        if journal.exists():
+            break
+    target = ("--target", site)
+    for verb in (["status"], ["diff"], ["apply", "--dry-run"]):
+        notes = run(*verb, *target).document["notes"]
+        assert notes == [
+            f"an earlier apply was cut off: dspark-pd apply --target {site} finishes "
+            f"it, dspark-pd revert --target {site} takes it back"
+        ], verb
+    notes = run("apply", *target).document["notes"]
+    assert notes == ["an earlier apply was cut off; repaired"]
+
+
 def test_kills_during_repairs_are_repaired(run: Run, site: Path) -> None:
     """Several runs in a row, each killed at a random point of whatever it finds."""
     fake_sglang.install(site, "1.1.0")

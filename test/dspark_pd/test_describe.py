@@ -180,7 +180,8 @@ def test_a_config_file_that_cannot_be_read_is_named(
 
 def test_no_known_name_looks_like_a_misspelling() -> None:
     for name in (*FIELDS, *ALIASES):
-        assert parse([f"--{name.replace('_', '-')}", "1"], Path())[1] == []
+        unknown = parse([f"--{name.replace('_', '-')}", "1"], Path())[1]
+        assert unknown in ([], ["1"]), "a switch takes no value"
     assert [name for name in VARIABLES if meant_by(name)] == []
     assert meant_by("--trust-remote-code") is None
     assert meant_by("--dwdp-size") is None
@@ -220,7 +221,7 @@ def test_what_is_described_is_what_the_doctor_reads(
         },
         "unknown": ["--x"],
     }
-    assert "flags that are not read: --x" in outcome.err
+    assert "not read: --x" in outcome.err
     quiet = run("describe", "-q", "--", *words, *command, "--x", "1", text=True)
     assert (quiet.out, quiet.err) == (outcome.out, "")
     file = tmp_path / "described.json"
@@ -287,8 +288,10 @@ def test_sglangs_own_parser_decides_where_it_is_installed(run: Run) -> None:
         "only_here": True,
     }
     assert outcome.data["unknown"] == ["--mem"]
+    lost = run("describe", "--", *FLAGS, "lost")
+    assert lost.data["unknown"] == ["lost"]
     refused = run("describe", "--", "--tp", "four")
-    assert refused.codes == ["U006"]
+    assert refused.codes == ["U008"]
     assert "SGLang refuses it" in refused.document["errors"][0]["found"]
 
 
@@ -300,3 +303,57 @@ def test_without_its_parser_the_known_flags_are_read_with_a_note(
     assert outcome.data["server_args"] == {"model_path": "/m", "tp_size": 4}
     assert outcome.data["unknown"] == ["--only-here"]
     assert any("no torch" in note for note in outcome.document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "cause", "hint"),
+    [
+        (
+            "numactl -N 0 python -m sglang.launch_server --tp 2",
+            *(
+                "U006",
+                "another program, numactl,",
+                "numactl ... dspark-pd describe -- ",
+            ),
+        ),
+        (
+            "./start.sh 2",
+            *("U006", "a script", 'PYTHON="dspark-pd describe --" ./start.sh 2,'),
+        ),
+        ("bash start.sh", *("U006", "a script", 'describe --" bash start.sh,')),
+        ("python -m sglang.launch_server", *("U006", "flags are missing", "its flags")),
+        ("sglang serve", *("U006", "flags are missing", "its flags")),
+        (
+            "A=1 env docker run x",
+            *("U006", "docker is no launcher", "inside a container"),
+        ),
+        ("--config no.yaml", *("U008", "file of --config is missing", "the path")),
+        ("--tp", *("U008", "without its value", "--help lists")),
+        ("--spec DSPARK", *("U008", "fits several", "in full")),
+    ],
+)
+def test_the_way_out_fits_the_cause(
+    run: Run, argv: str, code: str, cause: str, hint: str
+) -> None:
+    outcome = run("describe", "--without-sglang", "--", *argv.split())
+    assert outcome.codes == [code]
+    (error,) = outcome.document["errors"]
+    assert cause in error["cause"] and hint in error["next"]
+    assert "launcher, not with" not in error["found"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "unread"),
+    [
+        ("--tp 2 lost", ["lost"]),
+        ("--mem 1 --tp 2 lost more", ["--mem", "lost", "more"]),
+        ("--lora a b --tp 2", ["--lora"]),
+    ],
+)
+def test_words_that_belong_to_no_flag_are_named(
+    run: Run, argv: str, unread: list[str]
+) -> None:
+    outcome = run("describe", "--without-sglang", "--", *argv.split())
+    assert outcome.data["server_args"] == {"tp_size": 2}
+    assert outcome.data["unknown"] == unread
+    assert f"not read: {', '.join(unread)}" in outcome.document["notes"]

@@ -66,7 +66,11 @@ def test_stdin_serves_one_of_the_two(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no flags here", '--x "unbalanced', "{broken", "[]", "{}"]
+    "text",
+    [
+        *("", "no flags here", '--x "unbalanced', "{broken", "[]", "{}"),
+        *('{"detail": "Not Found"}', '{"server_args": {"hello": 1}}'),
+    ],
 )
 def test_a_file_that_says_nothing_is_a_usage_error(
     bench: Bench, run: Run, text: str
@@ -127,6 +131,31 @@ def test_a_misspelt_name_is_named(
     [finding] = found
     assert (finding.code, finding.severity) == ("DOC-ARGS", "warning")
     assert f"{meant} may be meant" in finding.message
+
+
+def test_what_is_known_of_one_engine_only_is_named(bench: Bench) -> None:
+    model, other = bench.model("qwen", QWEN), "org/qwen"
+    [finding] = bench.findings(
+        command(model, "prefill", "--page-size 64", "--kv-cache-dtype auto"),
+        command(model, "decode"),
+    )
+    assert (finding.code, finding.severity) == ("DOC-NOT-COMPARED", "warning")
+    assert "page size (known of prefill only); KV dtype (" in finding.message
+    findings = bench.findings(command(model, "prefill"), command(other, "decode"))
+    [finding] = [f for f in findings if f.code == "DOC-NOT-COMPARED"]
+    assert "model (known of prefill only)" in finding.message
+    assert f"model paths that differ ({model} and {other})" in finding.message
+
+
+def test_drafts_that_cannot_be_read_are_named_by_path(bench: Bench) -> None:
+    model = bench.model("qwen", QWEN)
+    flags = "--speculative-algorithm DSPARK --speculative-draft-model-path org"
+    same = command(model, "decode", f"{flags}/a")
+    codes = bench.codes(command(model, "prefill", f"{flags}/a"), same)
+    assert codes == ["PD-DRAFT-WEIGHTS-UNKNOWN"]
+    findings = bench.findings(command(model, "prefill", f"{flags}/b"), same)
+    [finding] = [f for f in findings if f.code == "DOC-NOT-COMPARED"]
+    assert finding.message == "not compared: draft paths that differ (org/b and org/a)"
 
 
 # -- spellings that mean the same -------------------------------------------------------

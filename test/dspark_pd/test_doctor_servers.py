@@ -163,6 +163,12 @@ def assert_not_reachable(run: Run, address: str, found: str) -> None:
     assert outcome.data == {}
 
 
+def test_json_without_a_server_argument_is_no_engine(serve, run: Run) -> None:
+    address = serve({})
+    serve.handlers[address].answers = {"/server_info": {"detail": "Not Found"}}
+    assert_not_reachable(run, address, "without a server argument (detail)")
+
+
 @pytest.mark.parametrize("answer", [[], "text", None])
 def test_a_server_that_is_not_an_engine_is_not_reachable(
     serve, run: Run, answer

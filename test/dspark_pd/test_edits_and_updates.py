@@ -101,6 +101,19 @@ def test_an_update_over_the_set_is_noticed(
     assert snapshot(site) == snapshot(fresh)
 
 
+def test_the_way_out_of_an_unreadable_record_works(run: Run, site: Path) -> None:
+    """A reinstall leaves the folder, and with it the record."""
+    run("apply", "--target", site)
+    (site / STATE / "record.json").write_text("{broken")
+    fake_sglang.install(site)
+    outcome = run("status", "--target", site)
+    assert outcome.codes == ["E404"]
+    folder = site / STATE
+    assert f"and then remove {folder}" in outcome.document["errors"][0]["next"]
+    shutil.rmtree(folder)
+    assert run("apply", "--target", site).code == 0
+
+
 def test_a_half_done_update_is_refused(run: Run, site: Path) -> None:
     fake_sglang.install(site, "1.0.0")
     run("apply", "--target", site)

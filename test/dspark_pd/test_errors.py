@@ -84,6 +84,19 @@ def _no_engine(bench: Bench) -> Outcome:
     return bench.run("describe", "--without-sglang", "--", "docker", "run", "engine")
 
 
+@scenario("U007")
+def _assumes_another_release(bench: Bench) -> Outcome:
+    outcome = bench.apply("--assume-version", "1.1.0")
+    assert outcome.document["target"]["release"] == fake_sglang.LATEST, "as it is"
+    return outcome
+
+
+@scenario("U008")
+def _no_config(bench: Bench) -> Outcome:
+    words = ("--tp", "2", "--config", "no.yaml")
+    return bench.run("describe", "--without-sglang", "--", *words)
+
+
 @scenario("T106")
 def _no_answer(bench: Bench) -> Outcome:
     nowhere = "http://127.0.0.1:9"
@@ -286,6 +299,12 @@ def _fault(bench: Bench) -> Outcome:
     return bench.apply()
 
 
+# Without those of the command line, of engines, and of what hides the target itself.
+_ON_A_TARGET = SCENARIOS.keys() - {
+    *("U001", "U002", "U004", "U006", "U008", "T101", "T106", "E404", "X901")
+}
+
+
 @pytest.mark.parametrize("code", SCENARIOS)
 def test_the_error_is_met_and_complete(
     code: str, run: Run, site: Path, overlay: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,6 +314,8 @@ def test_the_error_is_met_and_complete(
     assert outcome.codes[0] == code
     assert outcome.code == catalogue()[code].exit_code
     assert outcome.document["exit_code"] == outcome.code
+    if code in _ON_A_TARGET:
+        assert outcome.document["target"]["path"] == str(site / "sglang")
     for error in outcome.document["errors"]:
         for part in PARTS:
             text = error[part]
@@ -302,8 +323,8 @@ def test_the_error_is_met_and_complete(
 
 
 def test_every_code_has_a_scenario() -> None:
-    in_test_export = {"U003", "U005", "T104"}
-    assert set(SCENARIOS) | in_test_export == set(catalogue())
+    elsewhere = {"U003", "U005", "T104", "F506"}  # test_export, test_messages
+    assert set(SCENARIOS) | elsewhere == set(catalogue())
 
 
 _FAMILIES = {

@@ -68,4 +68,5 @@ def test_an_unknown_name_is_answered_with_the_nearest(
 ) -> None:
     outcome = run("explain", name)
     assert (outcome.code, outcome.codes) == (2, ["U002"])
+    assert "dspark-pd list --errors" in outcome.document["errors"][0]["next"]
     assert near in outcome.document["errors"][0]["expected"].replace(",", "").split()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fake_sglang
+from dspark_pd.export import formatter
 from dspark_pd.export.contents import USER_PAGE, docs_of, for_sglang
 from dspark_pd.patchset.patch_set import load_patch_set
 from outcome import Run
@@ -260,8 +261,26 @@ def test_a_set_without_its_tests_is_refused(
     run: Run, checkout: Path, repository: Path
 ) -> None:
     (repository / "test").rename(repository / "elsewhere")
+    for words in (["export", checkout], ["list", "--check"]):
+        outcome = run(*words)
+        assert (outcome.code, outcome.codes) == (3, ["T104"])
+        (error,) = outcome.document["errors"]
+        assert "needs a clone of sglang-dspark-pd" in error["title"]
+        assert error["next"].endswith("pip install -e . in the clone")
+
+
+def test_a_missing_formatter_is_named_with_its_pin(
+    run: Run, checkout: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = repository / "requirements" / "check.txt"
+    pins.parent.mkdir()
+    pins.write_text("black==1.2\nruff==3.4\n")
+    monkeypatch.setattr(formatter.sys, "executable", str(checkout / "python3"))
+    monkeypatch.setattr(formatter.shutil, "which", lambda name: None)
     outcome = run("export", checkout)
-    assert (outcome.code, outcome.codes) == (3, ["T104"])
+    assert (outcome.code, outcome.codes) == (6, ["F505"])
+    (error,) = outcome.document["errors"]
+    assert error["next"] in ("pip install ruff==3.4", "pip install black==1.2")
 
 
 @pytest.mark.parametrize("out", ["bad branch", "a..b", "-x", "no/folder/x.patch"])

@@ -229,3 +229,30 @@ def test_any_path_can_be_shown(tmp_path: Path, encoding: str) -> None:
     )
     assert done.returncode == exit_codes.TARGET
     assert b"error[T101]" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["-q"]])
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [(">&-", exit_codes.OK), (">/dev/full", exit_codes.FILE_SYSTEM)],
+)
+def test_an_answer_that_cannot_be_written(
+    form: list[str], redirection: str, code: int
+) -> None:
+    """No traceback; the exit code is of what was done or names the output."""
+    python = str(Path(__file__).resolve().parents[2] / "python")
+    words = ["describe", *form, "--without-sglang", "--", "--tp-size", "2"]
+    line = f'exec "$@" {redirection}'
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", sys.executable, "-m", "dspark_pd", *words],
+        env={**os.environ, "PYTHONPATH": python},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    if code:
+        assert "error[F506]" in done.stderr and "Errno 28" in done.stderr
+        assert "X901" not in done.stderr

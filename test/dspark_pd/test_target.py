@@ -87,7 +87,29 @@ def test_a_packed_wheel_is_refused_as_a_target(run: Run, tmp_path: Path) -> None
     wheel = tmp_path / "wheels" / "sglang-1.2.0-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.write_text("")
-    assert run("apply", "--target", wheel).codes == ["T101"]
+    outcome = run("apply", "--target", wheel)
+    assert outcome.codes == ["T101"]
+    assert outcome.document["errors"][0]["found"] == "a file"
+
+
+def test_a_path_that_does_not_exist_is_named_as_such(run: Run, tmp_path: Path) -> None:
+    outcome = run("status", "--target", tmp_path / "no")
+    assert outcome.codes == ["T101"]
+    assert outcome.document["errors"][0]["found"] == "no such path"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["status", "--target", ""], ["revert", "--target="]),
+        ["doctor", "--prefill", "", "--decode", "http://127.0.0.1:9"],
+    ],
+)
+def test_an_empty_path_is_refused(run: Run, words: list[str]) -> None:
+    """An unset variable must not mean the SGLang of this interpreter."""
+    outcome = run(*words)
+    assert (outcome.code, outcome.codes) == (2, ["U001"])
+    assert "empty" in outcome.document["errors"][0]["found"]
 
 
 def test_the_one_of_this_interpreter(
@@ -162,3 +184,4 @@ def test_an_assumed_release_ends_with_an_update(run: Run, site: Path) -> None:
     outcome = run("status", "--target", site)
     assert (outcome.code, outcome.codes[0]) == (3, "T103")
     assert outcome.data["updated"] is True
+    assert "went from" not in str(outcome.document["notes"]), "that was assumed"

@@ -96,24 +96,31 @@ def argv_of(words: Sequence[str]) -> Words:
     """
     rest = list(words)
     environ: dict[str, str] = {}
-    while rest and (_ASSIGNMENT.match(rest[0]) or rest[0] in ("env", "exec", "nohup")):
+    while rest and is_front(rest[0]):
         if _ASSIGNMENT.match(rest[0]):
             name, _, value = rest[0].partition("=")
             environ[name] = value
         del rest[0]
     launcher = next((i for i, word in enumerate(rest) if word in LAUNCHERS), None)
     if launcher and rest[launcher - 1] == "-m" and _only_python(rest[: launcher - 1]):
+        if not rest[launcher + 1 :]:
+            raise NotArguments("nothing behind the launcher")
         return Words(rest[launcher + 1 :], environ)
     if len(rest) > 1 and Path(rest[0]).name == "sglang" and rest[1] == "serve":
         rest = rest[2:]
         if rest and not rest[0].startswith("-"):
             rest.insert(0, "--model-path")
-    if not rest or not rest[0].startswith("-"):
-        found = f"it starts with {rest[0]}" if rest else "nothing behind the launcher"
-        raise NotArguments(
-            f"{found}, not with flags, sglang serve or python -m {LAUNCHERS[0]}"
-        )
+    if not rest:
+        raise NotArguments("no flags" if not words else "nothing behind the launcher")
+    if not rest[0].startswith("-"):
+        wanted = f"flags, sglang serve or python -m {LAUNCHERS[0]}"
+        raise NotArguments(f"it starts with {rest[0]}, not with {wanted}")
     return Words(rest, environ)
+
+
+def is_front(word: str) -> bool:
+    """Whether a word in front of a command leaves its arguments as they are."""
+    return bool(_ASSIGNMENT.match(word)) or word in ("env", "exec", "nohup")
 
 
 def _only_python(words: list[str]) -> bool:
@@ -127,7 +134,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the server arguments that are given, by field, and the unknown flags.
+    """Return the server arguments that are given, by field, and what is not known: flags,
+    and words that belong to no flag.
 
     As in SGLang, a flag may be shortened while that is unambiguous, the last of several
     counts, and the flags of ``--config FILE`` (relative to ``folder``) come first.
@@ -142,11 +150,30 @@ def parse(argv: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[str]]
         action = "store_true" if kind == "switch" else "store"
         parser.add_argument(*flags, dest=name, action=action)
     parser.add_argument("--config")
-    given, rest = parser.parse_known_args(_with_config(list(argv), folder))
+    words = _with_config(list(argv), folder)
+    given, rest = parser.parse_known_args(words)
     given.__dict__.pop("config", None)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
     args = {name: settled(name, value) for name, value in vars(given).items()}
-    return args, list(dict.fromkeys(unknown))
+    return args, list(dict.fromkeys([*unknown, *stray(words, rest)]))
+
+
+def stray(words: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """Return those of ``rest``, what a parser left of ``words``, that follow no flag.
+
+    What stands behind an unknown flag is taken for its values.
+    """
+    found, left, behind_known = [], list(rest), True
+    for word in words:
+        if not left or word != left[0]:
+            behind_known = True
+            continue
+        del left[0]
+        if word.startswith("-"):
+            behind_known = False
+        elif behind_known:
+            found.append(word)
+    return found
 
 
 def _with_config(argv: list[str], folder: Path) -> list[str]:

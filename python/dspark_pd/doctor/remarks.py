@@ -59,6 +59,14 @@ REMARKS: Final[dict[str, Finding]] = {
         "the engines are compared by their flags alone",
         "correct the config.json of the model or of its draft",
     ),
+    "not compared": Finding(
+        "DOC-NOT-COMPARED",
+        WARNING,
+        "not compared: {values}",
+        "the engines may differ in these all the same",
+        "describe both engines where SGLang can be imported, and run the doctor where "
+        "the models and drafts of both can be read",
+    ),
     "bootstrap": Finding(
         "DOC-BOOTSTRAP",
         WARNING,

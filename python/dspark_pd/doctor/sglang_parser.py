@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dspark_pd.doctor.arguments import NotArguments
+from dspark_pd.doctor.arguments import NotArguments, stray
 
 _TIMEOUT_S: Final = 300
 _MARK: Final = "dspark-pd describe: "
@@ -48,7 +48,7 @@ def read(argv):
     args = {k: v for k, v in vars(given).items() if v != parser.get_default(k)}
     args.pop("config", None)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    return {"args": args, "unknown": list(dict.fromkeys(flags))}
+    return {"args": args, "unknown": list(dict.fromkeys(flags)), "rest": rest}
 
 def plain(value):
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
@@ -64,8 +64,8 @@ class Unavailable(Exception):
 
 
 def ask(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the server arguments that differ from SGLang's defaults, and flags that it
-    does not know.
+    """Return the server arguments that differ from SGLang's defaults, and flags and words
+    that it does not know.
 
     Raises NotArguments where SGLang refuses the command line, Unavailable where it
     cannot be asked.
@@ -73,7 +73,7 @@ def ask(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     (found,) = ask_all([argv])
     if "refused" in found:
         raise NotArguments(f"SGLang refuses it: {found['refused']}")
-    return found["args"], found["unknown"]
+    return found["args"], [*found["unknown"], *stray(argv, found["rest"])]
 
 
 def ask_all(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

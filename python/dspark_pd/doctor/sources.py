@@ -44,6 +44,9 @@ def read_engine(
     if source.startswith(("http://", "https://")):
         _check_address(engine)
         info = servers.server_info(role, source, timeout_s, api_key)
+        if not _has_arguments(info):
+            found = f"a JSON object without a server argument{_keys(info)}"
+            servers.not_an_engine(role, source, found)
         _take_server_info(engine, info)
         _settle(engine)
         if not engine.description:
@@ -69,6 +72,15 @@ def _check_address(engine: Engine) -> None:
     except ValueError as error:
         detail = str(error)
     _refuse(engine, f"not an address: {detail}", "http://host:port")
+
+
+def _has_arguments(values: dict[str, Any]) -> bool:
+    """Whether any server argument is in it: without one it is something else's JSON."""
+    return any(name in FIELDS for name in values)
+
+
+def _keys(values: dict[str, Any]) -> str:
+    return f" ({', '.join(list(values)[:3])})" if values else ""
 
 
 def _take_server_info(engine: Engine, info: dict[str, Any]) -> None:
@@ -174,14 +186,16 @@ def _take_json(engine: Engine, text: str) -> None:
         _refuse(engine, f"JSON that cannot be read: {error}", "FILE")
     if isinstance(document, dict) and isinstance(document.get("data"), dict):
         document = document["data"]  # of describe --json
-    if not isinstance(document, dict) or not document:
+    if not isinstance(document, dict):
         _refuse(engine, "JSON that is no object of server arguments", "FILE")
-    if "server_args" not in document:
-        _take_server_info(engine, document)
-        return
-    args, environ = document["server_args"], document.get("environ")
+    args, environ = document.get("server_args", document), document.get("environ")
     if not isinstance(args, dict) or not isinstance(environ, (dict, type(None))):
         _refuse(engine, "server_args or environ that is no object", "FILE")
+    if not _has_arguments(args):
+        _refuse(engine, f"JSON without a server argument{_keys(args)}", "FILE")
+    if args is document:
+        _take_server_info(engine, document)
+        return
     engine.args = args
     engine.release = _text(document.get("version"))
     if environ is not None:

@@ -121,6 +121,7 @@ def open_checkout(folder: Path) -> Checkout:
     if not folder.is_dir():
         refuse(
             "T104",
+            what="export",
             needed="a git checkout of SGLang",
             found=f"{folder} is a file" if folder.exists() else f"no folder {folder}",
             cause="a mistyped path",
@@ -137,6 +138,7 @@ def open_checkout(folder: Path) -> Checkout:
     if done.returncode != 0 or not (root / "python" / "sglang").is_dir():
         refuse(
             "T104",
+            what="export",
             needed="a git checkout of SGLang",
             found=f"{folder}, without .git or without python/sglang",
             cause="the path names an installed SGLang or another repository",

@@ -16,6 +16,7 @@ from dspark_pd.messages.errors import refuse
 
 _TIMEOUT_S: Final = 60
 _HOOKS_FILE: Final = ".pre-commit-config.yaml"
+_PINS_FILE: Final = "requirements/check.txt"
 _LAST_WITH_BLACK: Final = Version("0.5.18")
 
 
@@ -57,8 +58,11 @@ class Formatter:
         return self.format(path, result)
 
 
-def formatter_for(checkout: Checkout, release: Version) -> Formatter:
-    """Return the formatter of the checkout's hooks; without hooks that of its release."""
+def formatter_for(checkout: Checkout, release: Version, repository: Path) -> Formatter:
+    """Return the formatter of the checkout's hooks; without hooks that of its release.
+
+    ``repository`` is the clone of this set, which pins the formatters.
+    """
     hooks = (checkout.read(_HOOKS_FILE) or b"").decode(errors="replace")
     if "id: ruff-format" in hooks:
         name = "ruff"
@@ -69,16 +73,24 @@ def formatter_for(checkout: Checkout, release: Version) -> Formatter:
     beside = Path(sys.executable).parent / name
     program = str(beside) if beside.is_file() else shutil.which(name)
     if program is None:
-        _refuse(name, "not found")
+        _refuse(name, "not found", _pinned(name, repository))
     return Formatter(name, program, checkout.root)
 
 
-def _refuse(name: str, detail: str) -> NoReturn:
+def _pinned(name: str, repository: Path) -> str:
+    """Return the requirement with which the set's own tests run the formatter."""
+    pins = repository / _PINS_FILE
+    lines = pins.read_text(encoding="utf-8").splitlines() if pins.is_file() else []
+    found = (line for line in lines if line.startswith(f"{name}=="))
+    return next(found, name)
+
+
+def _refuse(name: str, detail: str, pinned: str | None = None) -> NoReturn:
     refuse(
         "F505",
         program=name,
         beside=Path(sys.executable).parent,
         detail=detail,
         cause=f"this release of SGLang is formatted with {name}",
-        hint=f"pip install {name}",
+        hint=f"pip install {pinned or name}",
     )

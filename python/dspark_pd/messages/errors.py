@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import yaml
 
@@ -23,6 +24,15 @@ from dspark_pd.messages import exit_codes
 PARTS: Final = ("title", "expected", "found", "cause", "next")
 """What every error says: what is wrong, what was wanted, what is there, why, what now."""
 _ON_TARGET = re.compile(r"dspark-pd (status|diff|apply|revert)\b(?! --target)")
+
+
+class Place(Protocol):
+    """The target of a verb, as far as it is shown."""
+
+    @property
+    def shown(self) -> str: ...
+
+    def as_dict(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,9 @@ def on_target(text: str, target: str | None) -> str:
 
 
 class Refused(Exception):
-    """The command cannot be carried out; ``problems`` says why."""
+    """The command cannot be carried out; ``problems`` says why, ``target`` where."""
+
+    target: Place | None = None
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(problem.part("title") for problem in problems))
@@ -109,6 +121,20 @@ class Refused(Exception):
 def refuse(code: str, **fields: object) -> NoReturn:
     """Raise ``Refused`` with one problem."""
     raise Refused([Problem(code, fields)])
+
+
+@contextmanager
+def about(target: Place) -> Iterator[None]:
+    """Name the target, once it is found, in all that is refused from here on."""
+    try:
+        yield
+    except Refused as refused:
+        refused.target = refused.target or target
+        raise
+    except OSError as error:
+        failed = Refused([from_os_error(error)])
+        failed.target = target
+        raise failed from error
 
 
 UNCHANGED = "nothing was changed"

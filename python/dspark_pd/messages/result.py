@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.errors import Problem
+from dspark_pd.messages.errors import Place, Problem
 
 
-class Place(Protocol):
-    """The target of a verb, as far as it is shown."""
-
-    @property
-    def shown(self) -> str: ...
-
-    def as_dict(self) -> dict[str, object]: ...
+def count(number: int, noun: str) -> str:
+    """Return a number of things as a person writes it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass

@@ -20,7 +20,7 @@ from dspark_pd.patchset.python_source import defines, imported, module_name
 
 def check(patch_set: PatchSet) -> list[Problem]:
     """Return everything in which the set contradicts its repository."""
-    repository = patch_set.overlay.parent.parent
+    repository = patch_set.repository
     return [
         *_module_problems(patch_set),
         *_reach_problems(patch_set),

@@ -54,6 +54,11 @@ class PatchSet:
     def knows(self, release: Version) -> bool:
         return Version(release.public) in self.releases
 
+    @property
+    def repository(self) -> Path:
+        """The clone that the overlay is in; an installed overlay is in none."""
+        return self.overlay.parent.parent
+
     def source(self, module: Module) -> bytes:
         return (self.overlay / module.path).read_bytes()
 

@@ -118,4 +118,4 @@ def _parse(path: Path, data: bytes) -> Ledger:
 
 
 def _refuse_record(path: Path, value: str) -> NoReturn:
-    refuse("E404", path=path, schema=SCHEMA, value=value)
+    refuse("E404", path=path, folder=path.parent, schema=SCHEMA, value=value)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
@@ -21,6 +22,8 @@ from dspark_pd.messages.errors import refuse
 from dspark_pd.patchset.patch_set import default_overlay
 from dspark_pd.target.release import read_release
 from dspark_pd.target.state import StateFolder
+
+_PROGRAMS: Final = ("bin", "Scripts")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,17 @@ def find_target(named: str | None, assumed: str | None = None) -> Target:
         if _is_sglang(place):
             return _with_release(place.resolve(), assumed)
     searched = named or ", ".join(dict.fromkeys(str(p.parent) for p in places))
-    refuse("T101", searched=searched or "sys.path")
+    found, cause = _nothing_at(Path(named).expanduser() if named else None)
+    refuse("T101", searched=searched or "sys.path", found=found, cause=cause)
+
+
+def _nothing_at(path: Path | None) -> tuple[str, str]:
+    """Return what is there in place of SGLang, and the likely cause."""
+    if path is not None and not path.exists():
+        return "no such path", "a mistyped path"
+    if path is not None and path.is_file() and path.parent.name not in _PROGRAMS:
+        return "a file", "a path to a file where a folder or an interpreter is wanted"
+    return "none", "SGLang is installed in another environment than this command"
 
 
 def _with_release(root: Path, assumed: str | None) -> Target:
@@ -90,7 +103,7 @@ def _named_places(path: Path) -> Iterator[Path]:
     if path.is_file():
         # Only an interpreter, <venv>/bin/python, says where to look. It is not resolved:
         # it is a link out of the venv.
-        if path.parent.name not in ("bin", "Scripts"):
+        if path.parent.name not in _PROGRAMS:
             return
         path = path.absolute().parent.parent
     yield from (path, path / "sglang", path / "python" / "sglang")

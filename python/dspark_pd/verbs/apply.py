@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.errors import about
+from dspark_pd.messages.result import Result, count
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan, PlannedFile
 from dspark_pd.target.lock import locked
@@ -16,6 +17,11 @@ from dspark_pd.verbs.context import Context, open_context
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
+    with about(context.target):
+        return _locked_apply(context, options)
+
+
+def _locked_apply(context: Context, options: Namespace) -> Result:
     if options.dry_run:
         return _apply(context, options)
     with locked(context.target.root):
@@ -59,18 +65,17 @@ def _describe(plan: Plan, context: Context, dry_run: bool, needed: bool) -> Resu
 
 def describe_file(file: PlannedFile) -> str:
     if file.kind == "add":
-        return f"add   {file.path}  {file.added_lines} lines"
-    count = len(file.hunks)
-    hunks = "1 hunk" if count == 1 else f"{count} hunks"
-    return f"hunk  {file.path}  {hunks}  +{file.added_lines} lines"
+        return f"add   {file.path}  {count(file.added_lines, 'line')}"
+    hunks, lines = count(len(file.hunks), "hunk"), count(file.added_lines, "line")
+    return f"hunk  {file.path}  {hunks}  +{lines}"
 
 
 def summary(files: list[PlannedFile]) -> str:
-    modules = sum(file.kind == "add" for file in files)
+    modules = count(sum(file.kind == "add" for file in files), "module")
     hunked = [file for file in files if file.kind == "hunk"]
-    hunks = sum(len(file.hunks) for file in hunked)
-    lines = sum(file.added_lines for file in hunked)
-    return f"{modules} modules, {hunks} hunks in {len(hunked)} files, +{lines} lines"
+    hunks = count(sum(len(file.hunks) for file in hunked), "hunk")
+    lines = count(sum(file.added_lines for file in hunked), "line")
+    return f"{modules}, {hunks} in {count(len(hunked), 'file')}, +{lines}"
 
 
 def file_data(file: PlannedFile) -> dict[str, object]:

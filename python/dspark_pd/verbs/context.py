@@ -6,11 +6,11 @@ import difflib
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import Problem, Refused, refuse
+from dspark_pd.messages.errors import Problem, Refused, about, on_target, refuse
 from dspark_pd.patchset.lists import (
     Components,
     by_default,
@@ -19,8 +19,11 @@ from dspark_pd.patchset.lists import (
 )
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
+from dspark_pd.target.release import read_release
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import Target, find_target
+
+_LIST: Final = "dspark-pd list"
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ class Context:
         found = need_notes(options, self.patch_set.components, components)
         if survey.updated:
             old = survey.ledger.release
-            found.append(f"SGLang went from {old} to {release} under the applied set")
+            found.append(_other_release(survey, f"{old}", f"{release}"))
         if survey.ledger.unfinished:
-            found.append(f"an earlier {survey.ledger.unfinished} was cut off; repaired")
+            found.append(_cut_off(survey.ledger.unfinished, options))
         found += [
             f"component {component} has nothing for SGLang {release}: it serves later ones"
             for component in plan.idle_components()
@@ -105,6 +108,22 @@ class Context:
                 f"{path} was edited before apply; the edit is kept, under our lines"
             )
         return found
+
+
+def _other_release(survey: Survey, old: str, new: str) -> str:
+    """Say what changed under the applied set: SGLang, or what the user took it for."""
+    if survey.ledger.assumed_over is None and survey.target.assumed_over is None:
+        return f"SGLang went from {old} to {new} under the applied set"
+    return f"the set was applied for SGLang {old}, and the target is taken for {new}"
+
+
+def _cut_off(verb: str, options: Namespace) -> str:
+    """Say what became of an earlier run, or what would finish it."""
+    if options.verb == "apply" and not options.dry_run:
+        return f"an earlier {verb} was cut off; repaired"
+    other = "revert" if verb == "apply" else "apply"
+    way = f"dspark-pd {verb} finishes it, dspark-pd {other} takes it back"
+    return on_target(f"an earlier {verb} was cut off: {way}", options.target)
 
 
 def unknown_release(
@@ -136,9 +155,37 @@ def open_context(options: Namespace) -> Context:
     """Return the context that ``options`` name; refuse if there is none."""
     assumed = getattr(options, "assume_version", None)
     target = find_target(options.target, assumed)
-    if target.release is None:
-        refuse("T102", target=target.root)
-    return Context(load_patch_set(options.overlay), Survey(target))
+    with about(target):
+        if target.release is None:
+            refuse("T102", target=target.root)
+        patch_set = load_patch_set(options.overlay)
+        refuse_assumption(patch_set, target, assumed)
+        return Context(patch_set, Survey(target))
+
+
+def refuse_assumption(patch_set: PatchSet, target: Target, assumed: str | None) -> None:
+    """Refuse with U007 to take one known release for another: no hunk would fit."""
+    if assumed is None:
+        return
+    found, source = read_release(target.root)
+    if found is None or not patch_set.knows(found):
+        return
+    if found.public != Version(assumed).public:
+        with about(Target(target.root, found, source)):
+            refuse("U007", target=target.root, found=found, assumed=assumed)
+
+
+def need_clone(patch_set: PatchSet, what: str) -> None:
+    """Refuse with T104 outside a clone: a wheel has only what apply needs."""
+    if not (patch_set.repository / "test" / "registered").is_dir():
+        refuse(
+            "T104",
+            what=what,
+            needed="a clone of sglang-dspark-pd, for its tests and docs",
+            found=f"{patch_set.overlay}, without test/registered beside it",
+            cause="dspark-pd was installed from a wheel",
+            hint="clone the repository, and run pip install -e . in the clone",
+        )
 
 
 def named_components(options: Namespace, components: Components) -> tuple[str, ...]:
@@ -150,7 +197,7 @@ def named_components(options: Namespace, components: Components) -> tuple[str, .
     for name in named:
         if name != "all" and not in_order(components, [name]):
             known = f"all, or one of {', '.join(components)}"
-            refuse("U002", what="component", name=name, known=known)
+            refuse("U002", what="component", name=name, known=known, hint=_LIST)
     return in_order(components, components if "all" in named else named)
 
 
@@ -180,12 +227,14 @@ def need_notes(
     return notes
 
 
-def refuse_name(what: str, name: str, names: Iterable[str]) -> NoReturn:
+def refuse_name(
+    what: str, name: str, names: Iterable[str], hint: str = _LIST
+) -> NoReturn:
     """Refuse with U002 a name that is none, and say which ones are like it."""
     names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, names, 3, 0)
     known = f"a name such as {', '.join(near)} ({len(names)} in all)"
-    refuse("U002", what=what, name=name, known=known)
+    refuse("U002", what=what, name=name, known=known, hint=hint)
 
 
 def refuse_any(problems: list[Problem]) -> None:

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,8 @@ from dspark_pd.messages.result import Result
 from dspark_pd.target.target import find_target
 
 SCHEMA: Final = 1
+_SHELLS: Final = ("sh", "bash")
+_SCRIPTS: Final = (".sh", ".bash")
 _PATHS: Final = ("model_path", "speculative_draft_model_path")
 _EPILOG: Final = """\
 ARGV is the engine's command or its flags alone:
@@ -46,11 +49,14 @@ def run(options: argparse.Namespace) -> Result:
     notes: list[str] = []
     try:
         words = arguments.argv_of(options.argv)
+    except arguments.NotArguments as error:
+        cause, hint = _no_engine(options.argv)
+        refuse("U006", found=error, cause=cause, hint=hint)
+    try:
         args, unknown = _read(words.argv, options, notes)
     except arguments.NotArguments as error:
-        hint = f"dspark-pd describe -- python -m {arguments.LAUNCHERS[0]} ..."
-        hint += "; inside a container, run it there"
-        refuse("U006", found=error, hint=hint)
+        cause, hint = _bad_flags(str(error))
+        refuse("U008", found=error, cause=cause, hint=hint)
     described = {
         "schema": SCHEMA,
         "server_args": _absolute(args),
@@ -59,9 +65,46 @@ def run(options: argparse.Namespace) -> Result:
     }
     if unknown:
         described["unknown"] = unknown
-        notes.append(f"flags that are not read: {', '.join(unknown)}")
+        notes.append(f"not read: {', '.join(unknown)}")
     lines = json.dumps(described, indent=1, sort_keys=True).splitlines()
     return Result(lines=lines, data=described, notes=notes, is_document=True)
+
+
+def _no_engine(argv: list[str]) -> tuple[str, str]:
+    """Return why words are no engine's command, and what to type instead."""
+    engine = f"dspark-pd describe -- python -m {arguments.LAUNCHERS[0]} ..."
+    if not argv or argv[-1] in (*arguments.LAUNCHERS, "serve"):
+        return "the engine's flags are missing", f"{engine} with its flags"
+    first = next((word for word in argv if not arguments.is_front(word)), "")
+    name = Path(first).name
+    if name in _SHELLS or name.endswith(_SCRIPTS):
+        hint = f'PYTHON="dspark-pd describe --" {shlex.join(argv)}, if it starts $PYTHON -m '
+        hint += f"{arguments.LAUNCHERS[0]}; else {engine} in it, in place of the engine"
+        return "a script, which only its shell can read", hint
+    if any(word in (*arguments.LAUNCHERS, "sglang") for word in argv[1:]):
+        return (
+            f"another program, {name}, in front of the engine's own command",
+            f"put describe behind it: {first} ... {engine}",
+        )
+    return (
+        f"{name} is no launcher of an engine that dspark-pd knows",
+        f"{engine}; inside a container, run it there",
+    )
+
+
+def _bad_flags(found: str) -> tuple[str, str]:
+    """Return why flags cannot be read, and what to do."""
+    if "config" in found.lower():
+        return (
+            "the file of --config is missing, or is no YAML mapping of flags",
+            "correct the path or the file, then repeat the command",
+        )
+    if "ambiguous" in found:
+        return "a shortened flag that fits several", "give the flag in full"
+    return (
+        "a flag without its value, or a value that SGLang does not take",
+        f"correct it; python -m {arguments.LAUNCHERS[0]} --help lists what it takes",
+    )
 
 
 def _read(

@@ -6,6 +6,7 @@ import difflib
 from argparse import Namespace
 
 from dspark_pd.messages import exit_codes
+from dspark_pd.messages.errors import about
 from dspark_pd.messages.result import Result
 from dspark_pd.planning import changes
 from dspark_pd.target.transaction import Change
@@ -14,8 +15,9 @@ from dspark_pd.verbs.context import open_context
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
-    components, plan = context.asked(options)
-    transaction = changes.build(context.survey, "diff", components, plan.files)
+    with about(context.target):
+        components, plan = context.asked(options)
+        transaction = changes.build(context.survey, "diff", components, plan.files)
     texts = {change.path: unified(change) for change in transaction.changes}
     return Result(
         exit_code=exit_codes.DIFFERS if texts else exit_codes.OK,

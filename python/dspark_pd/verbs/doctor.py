@@ -16,6 +16,7 @@ import textwrap
 
 from dspark_pd.doctor.checks import check_findings
 from dspark_pd.doctor.engine import ERROR, SEVERITIES, Engine, Finding
+from dspark_pd.doctor.gaps import gap_findings
 from dspark_pd.doctor.sources import read_engine
 from dspark_pd.doctor.tables import agreement_findings, tail_findings
 from dspark_pd.messages import exit_codes
@@ -83,6 +84,10 @@ def _read_both(options: argparse.Namespace, key: str | None) -> tuple[Engine, En
     if options.prefill == options.decode == "-":
         message = "argument --decode: stdin is read for --prefill already"
         refuse("U001", message=message, command="dspark-pd doctor")
+    for role in ("prefill", "decode"):
+        if not getattr(options, role):
+            message = f"argument --{role}: an empty address or path"
+            refuse("U001", message=message, command="dspark-pd doctor")
     engines: list[Engine] = []
     problems: list[Problem] = []
     for role in ("prefill", "decode"):
@@ -114,6 +119,7 @@ def diagnose(prefill: Engine, decode: Engine) -> list[Finding]:
     if not (prefill.broken or decode.broken):
         findings += agreement_findings(prefill, decode)
         findings += check_findings(prefill, decode)
+        findings += gap_findings(prefill, decode)
         findings += [*tail_findings(prefill), *tail_findings(decode)]
     return sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
 

@@ -32,7 +32,8 @@ def run(options: argparse.Namespace) -> Result:
     asked = str(options.name)
     found = [lines for name, lines in entries if name.lower() == asked.lower()]
     if not found:
-        refuse_name("name", asked, (name for name, _ in entries))
+        hint = "dspark-pd list for hunks, dspark-pd list --errors for error codes"
+        refuse_name("name", asked, (name for name, _ in entries), hint)
     lines = [line for part in found for line in ["", *part]][1:]
     return Result(lines=lines, data={"name": asked, "explained": found})
 

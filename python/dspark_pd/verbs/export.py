@@ -13,16 +13,18 @@ from dspark_pd.export.checkout import Checkout, open_checkout
 from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
 from dspark_pd.export.message import compose
-from dspark_pd.messages.errors import Refused, from_os_error, refuse
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.errors import Refused, about, from_os_error, refuse
+from dspark_pd.messages.result import Result, count
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
 from dspark_pd.target import fsops
 from dspark_pd.target.target import Target, find_target
 from dspark_pd.verbs.context import (
     asked_components,
+    need_clone,
     need_notes,
     refuse_any,
+    refuse_assumption,
     unknown_release,
 )
 
@@ -48,13 +50,19 @@ class Commit:
 def run(options: Namespace) -> Result:
     checkout = open_checkout(Path(options.checkout))
     target = find_target(str(checkout.root), options.assume_version)
+    with about(target):
+        return _export(options, checkout, target)
+
+
+def _export(options: Namespace, checkout: Checkout, target: Target) -> Result:
     if target.release is None:
         refuse("T102", target=target.root)
     patch_set = load_patch_set(options.overlay)
-    _need_repository(patch_set)
+    refuse_assumption(patch_set, target, options.assume_version)
+    need_clone(patch_set, "export")
     out = options.out or f"dspark-pd-{target.release}"
     _need_free(checkout, out)
-    formatter = formatter_for(checkout, target.release)
+    formatter = formatter_for(checkout, target.release, patch_set.repository)
     components = asked_components(options, patch_set.components, ())
     commits = _commits(patch_set, target, checkout, components, formatter)
     tip = checkout.head
@@ -67,19 +75,6 @@ def run(options: Namespace) -> Result:
     result = _describe(target, out, made)
     result.notes = need_notes(options, patch_set.components, components)
     return result
-
-
-def _need_repository(patch_set: PatchSet) -> None:
-    """Tests and docs are in a clone; a wheel has only what apply needs."""
-    repository = patch_set.overlay.parent.parent
-    if not (repository / "test" / "registered").is_dir():
-        refuse(
-            "T104",
-            needed="a clone of this repository, for tests and docs",
-            found=f"{patch_set.overlay}, without test/registered beside it",
-            cause="dspark-pd was installed from a wheel",
-            hint="clone the repository and run python -m dspark_pd export there",
-        )
 
 
 def _need_free(checkout: Checkout, out: str) -> None:
@@ -172,9 +167,9 @@ def _describe(target: Target, out: str, made: dict[str, Commit]) -> Result:
     lines = []
     for sha, commit in made.items():
         title = commit.message.partition("\n")[0]
-        lines.append(f"{sha[:10]}  {len(commit.files):>3} files  {title}")
+        lines.append(f"{sha[:10]}  {count(len(commit.files), 'file'):>9}  {title}")
     kind = "patch" if out.endswith(_PATCH_SUFFIXES) else "branch"
-    lines.append(f"{kind} {out}: {len(made)} commits")
+    lines.append(f"{kind} {out}: {count(len(made), 'commit')}")
     data = {
         "kind": kind,
         "out": out,

@@ -8,12 +8,12 @@ from packaging.version import Version
 
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem, catalogue
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.result import Result, count
 from dspark_pd.patchset.fields import DECIDABLE
 from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import Module
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
-from dspark_pd.verbs.context import named_components, refuse_name
+from dspark_pd.verbs.context import named_components, need_clone, refuse_name
 
 
 def run(options: Namespace) -> Result:
@@ -53,8 +53,8 @@ def _all(
     decidable = sum(hunk.drop_when[0] in DECIDABLE for hunk in hunks)
     lines += [
         f"drop conditions that a program decides: {decidable} of {len(hunks)}",
-        f"{_count(len(hunks), 'hunk')} on {_count(files, 'file')}, "
-        f"{_count(len(modules), 'module')}, "
+        f"{count(len(hunks), 'hunk')} on {count(files, 'file')}, "
+        f"{count(len(modules), 'module')}, "
         f"SGLang {_span(_served(patch_set, hunks, modules))}",
     ]
     data = {
@@ -82,10 +82,6 @@ def _table(patch_set: PatchSet, hunks: list[Hunk]) -> list[str]:
         head = f"{hunk.component:<10} {hunk.identity:<{width}}"
         lines.append(f"{head}  {span:<16} {hunk.target}  {hunk.message}")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _served(
@@ -162,11 +158,13 @@ def _check(options: Namespace) -> Result:
     from dspark_pd.patchset import hygiene
 
     patch_set = load_patch_set(options.overlay)
+    need_clone(patch_set, "list --check")
     problems = hygiene.check(patch_set)
     result = Result(problems=problems, data={"checked": len(patch_set.hunks)})
     if problems:
         result.exit_code = exit_codes.MISMATCH
     else:
-        hunks, modules = len(patch_set.hunks), len(patch_set.modules)
-        result.lines = [f"set is consistent: {hunks} hunk documents, {modules} modules"]
+        hunks = count(len(patch_set.hunks), "hunk document")
+        modules = count(len(patch_set.modules), "module")
+        result.lines = [f"set is consistent: {hunks}, {modules}"]
     return result

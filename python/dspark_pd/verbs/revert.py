@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from dspark_pd.messages.errors import Problem, Refused, from_os_error
-from dspark_pd.messages.result import Result
-from dspark_pd.patchset.lists import in_order, load_components, without
+from dspark_pd.messages.errors import Problem, Refused, about, from_os_error
+from dspark_pd.messages.result import Result, count
+from dspark_pd.patchset.lists import in_order, load_components, with_needs, without
 from dspark_pd.patchset.patch_set import default_overlay, load_patch_set
 from dspark_pd.planning import changes
 from dspark_pd.planning.matching import names_our_module, unrecorded
@@ -25,7 +25,7 @@ EDITED_SUFFIX = ".edited"
 def run(options: Namespace) -> Result:
     """Revert needs no known release unless a part stays applied."""
     target = find_target(options.target)
-    with locked(target.root):
+    with about(target), locked(target.root):
         survey = Survey(target, options.discard_edits)
         refuse_any(survey.problems())
         refuse_any(_unrecorded(survey, options))
@@ -69,7 +69,8 @@ def _revert(survey: Survey, options: Namespace) -> Result:
     lines = [f"restore  {path}" for path in restored]
     lines += [f"remove   {path}" for path in removed]
     if needed:
-        lines.append(f"reverted {len(restored)} files, removed {len(removed)} modules")
+        modules = count(len(removed), "module")
+        lines.append(f"reverted {count(len(restored), 'file')}, removed {modules}")
     else:
         lines.append("nothing to revert")
     data = {
@@ -78,20 +79,29 @@ def _revert(survey: Survey, options: Namespace) -> Result:
         "removed": removed,
         "components": list(rest),
     }
-    notes = [f"{name} needs what was named, and went with it" for name in also]
+    notes = [
+        f"{name} is reverted too, because it needs {' and '.join(needed)}"
+        for name, needed in also.items()
+    ]
     return Result(target=survey.target, lines=lines, data=data, notes=notes)
 
 
-def _rest(survey: Survey, options: Namespace) -> tuple[tuple[str, ...], list[str]]:
-    """Return the components that stay, and those that go because one they need goes."""
+def _rest(
+    survey: Survey, options: Namespace
+) -> tuple[tuple[str, ...], dict[str, list[str]]]:
+    """Return the components that stay, and those that go with the named ones they need."""
     if not options.component:
-        return (), []
+        return (), {}
     components = load_components(options.overlay or default_overlay())
     named = named_components(options, components)
     applied = survey.ledger.components
     rest = without(components, applied, named)
     gone = set(in_order(components, applied)) - {*rest, *named}
-    return rest, list(in_order(components, gone))
+    also = {}
+    for name in in_order(components, gone):
+        needs = with_needs(components, [name])
+        also[name] = [other for other in named if other in needs]
+    return rest, also
 
 
 def _files_of(

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.errors import Problem
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.errors import Problem, about
+from dspark_pd.messages.result import Result, count
 from dspark_pd.patchset.lists import with_needs
 from dspark_pd.planning import changes
 from dspark_pd.planning.plan import Plan
@@ -38,6 +38,11 @@ _MAX_SHOWN: Final = 12
 
 def run(options: Namespace) -> Result:
     context = open_context(options)
+    with about(context.target):
+        return _status(context, options)
+
+
+def _status(context: Context, options: Namespace) -> Result:
     survey = context.survey
     known = context.patch_set.components
     named = with_needs(known, named_components(options, known))
@@ -168,7 +173,7 @@ def _applied_notes(survey: Survey) -> list[str]:
     if not ours or survey.target.source != "dist-info":
         return []
     return [
-        f"tools that compare files with pip's RECORD report {ours} modified files; "
+        f"tools that compare files with pip's RECORD report {count(ours, 'modified file')}; "
         "revert before pip install -U sglang"
     ]
 
