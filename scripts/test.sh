@@ -24,5 +24,5 @@ cd "$ROOT"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 # A whole run: one process starts engines, which leave a core idle while they wait for
 # time limits; the other runs what needs none.
-[ $# -gt 0 ] || set -- -n 2 --dist loadgroup
+[ $# -gt 0 ] || set -- -n 2
 exec "$VENV/bin/python" -m pytest --durations=15 "$@"

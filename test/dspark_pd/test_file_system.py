@@ -113,7 +113,7 @@ def test_missing_rights_are_found_before_the_first_change(
     if child == 0:
         try:
             if os.geteuid() == 0:
-                for place in (tmp_path, *tmp_path.parents[:2]):
+                for place in (tmp_path, *tmp_path.parents[:3]):
                     os.chmod(place, 0o755)
                 _give_away(site, 65534)
                 os.setegid(65534)
