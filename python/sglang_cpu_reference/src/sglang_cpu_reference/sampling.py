@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_cpu_reference import coins
 
 
-def draw_by_seed(
-    logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def draw_by_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
     """One index per row, by the inverse of its cumulative distribution.
 
     Args:
@@ -34,7 +33,7 @@ def draw_by_seed(
     return draw(weights, torch.tensor(uniform, dtype=torch.float64)).unsqueeze(-1)
 
 
-def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Index of each row's weights that a number in [0, 1) falls on.
 
     Args:
@@ -54,10 +53,10 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def min_p_before(
     original: Callable[..., Any],
-    probs: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor,
+    probs: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
     need_min_p_sampling: bool,
     *args: Any,
     **kwargs: Any,
@@ -76,7 +75,7 @@ def min_p_before(
 _BY_ROW = ("base_logits", "bias", "temperatures", "logits_out")
 
 
-def draft_step(original: Callable[..., Any], cls: type, **kwargs: Any) -> torch.Tensor:
+def draft_step(original: Callable[..., Any], cls: type, **kwargs: Any) -> Tensor:
     """Around ``MarkovSampleStep.execute``: each row with noise of its own request.
 
     The noise of the whole batch depends on a row's place and on the steps since the

@@ -13,23 +13,24 @@ of a batch with a sampling request. The numbers come from the step's requests
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sglang_cpu_reference import coins
 from sglang_cpu_reference.sampling import draw
 
 
 def chain_speculative_sampling(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    uniform_samples: torch.Tensor,
-    uniform_samples_for_final_sampling: torch.Tensor,
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
     threshold_single: float,
     threshold_acc: float,
     deterministic: bool,
@@ -75,24 +76,22 @@ def chain_speculative_sampling(
     accept_token_num.copy_(kept)
 
 
-def _comparable(
-    target: torch.Tensor, draft: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _comparable(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
     """Both over the target's vocabulary; what is no probability of the draft is 0."""
     draft = draft[..., : target.shape[-1]]
     return target, torch.where((draft >= 0) & (draft <= 1), draft, 0.0)
 
 
-def _of_tokens(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
     return probs[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def accept_each(
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    tokens: torch.Tensor,
-    uniform: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    target: Tensor,
+    draft: Tensor,
+    tokens: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Keep each token with probability ``min(1, p / q)`` until the first refusal.
 
     Returns:
@@ -106,11 +105,11 @@ def accept_each(
 
 
 def accept_blockwise(
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    tokens: torch.Tensor,
-    uniform: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    target: Tensor,
+    draft: Tensor,
+    tokens: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Keep the longest prefix that its own number accepts.
 
     Returns:
@@ -136,9 +135,7 @@ def accept_blockwise(
     return kept, kept_weight
 
 
-def leftover(
-    target: torch.Tensor, draft: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
+def leftover(target: Tensor, draft: Tensor, kept: Tensor, scale: Tensor) -> Tensor:
     """Weights of the token after the kept ones, ``[rows, vocabulary]``.
 
     What the target has beyond the draft; the target itself after a chain kept whole,
@@ -154,12 +151,12 @@ def leftover(
 
 
 def _write(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    candidates: torch.Tensor,
-    places: torch.Tensor,
-    kept: torch.Tensor,
-    bonus: torch.Tensor,
+    predicts: Tensor,
+    accept_index: Tensor,
+    candidates: Tensor,
+    places: Tensor,
+    kept: Tensor,
+    bonus: Tensor,
 ) -> None:
     """The kept slots, and after each the next token; the bonus after the last."""
     slots = torch.arange(candidates.shape[1])
