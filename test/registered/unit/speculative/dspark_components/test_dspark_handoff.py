@@ -57,6 +57,7 @@ class TestVariables(HandoffCase):
         from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
         manager = object.__new__(TokenizerManager)
+        manager.model_config = SimpleNamespace(vocab_size=100)
         manager._validate_token_ids_logprob = lambda _: None
         manager._validate_joint_schema_request = lambda *_: None
         manager.validate_total_tokens = False
