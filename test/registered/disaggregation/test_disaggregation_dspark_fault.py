@@ -20,12 +20,10 @@ from pd_faults import (
     ask_many,
     control_port,
     during_requests,
-    empty_within,
     is_gone,
     kill_thread,
     killable,
     pause,
-    resident_mib,
     signal_group,
     throw_frames,
     wait_until,
@@ -33,6 +31,7 @@ from pd_faults import (
 from pd_mismatch import Answer, ask, spec, stop_and_free, unhealthy
 
 from dspark_pd.bed import Bed, Engine, Router, RouterSpec
+from dspark_pd.bed.leftovers import empty_within, resident_mib
 
 pytestmark = pytest.mark.e2e
 
