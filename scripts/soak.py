@@ -49,7 +49,7 @@ EXPECT = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
 CAPTURE = {**EXPECT, "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 PREFILLS = ("native", "tail", "tail-pp2")
 GROWTH_MIB = 64
-WARM_UP = 200  # requests before memory is measured: caches and arenas fill
+WARM_UP = 100  # requests before memory is measured: caches and arenas fill
 PROBE = make_prompts(6, seed=3, key_len=(10, 23), prompt_tokens=(30, 120))
 
 

@@ -1,8 +1,8 @@
 """Requests that an engine cannot serve are refused when they arrive.
 
 Upstream takes these to its scheduler, where they end the engine or leave the request
-without an answer: a prompt without tokens, a token id that the model does not have, and
-a bootstrap room that another request is using. The samples of ``n`` above 1 get rooms of
+without an answer: a prompt without tokens, a token id that the model does not have, logprobs that do
+not exist, and a bootstrap room that another request is using. The samples of ``n`` above 1 get rooms of
 their own here, for the same reason.
 """
 
@@ -21,20 +21,34 @@ if TYPE_CHECKING:
 # that samples go to the DP rank that has their prompt in its cache.
 _ROOM_STRIDE = 2**8 * 3**2 * 5 * 7 * 11 * 13
 _ROOMS = 2**63
+# What upstream's metadata buffers hold of a first token's top logprobs.
+_HANDOFF_TOP_LOGPROBS = 128
 
 
-def check_prompt(
+def check_request(
     manager: TokenizerManager, obj: GenerateReqInput, input_ids: list[int] | None
 ) -> None:
-    """Refuse a prompt that ends the scheduler.
+    """Refuse a request that ends the scheduler.
 
     Args:
-        input_ids: the prompt's token ids. What stands in for embeddings, images or an
-            adapter's own tokens may lie outside the vocabulary and is left alone; a
-            session may supply the prompt.
+        input_ids: the prompt's token ids.
 
     Raises:
         ValueError: shown to the client, with status 400.
+    """
+    vocab_size = manager.model_config.vocab_size
+    _check_prompt(obj, input_ids, vocab_size)
+    if obj.return_logprob:
+        _check_logprobs(obj, vocab_size)
+
+
+def _check_prompt(
+    obj: GenerateReqInput, input_ids: list[int] | None, vocab_size: int
+) -> None:
+    """A prompt has tokens, of the vocabulary.
+
+    What stands in for embeddings, images or an adapter's own tokens may lie outside and
+    is left alone; a session may supply the prompt.
     """
     if obj.input_embeds is not None or obj.contains_mm_input():
         return
@@ -42,19 +56,31 @@ def check_prompt(
         if obj.session_id is None and obj.session_params is None:
             raise ValueError("The prompt has no tokens. Send at least one.")
         return
-    if (
-        obj.input_ids is None
-        or obj.lora_path
-        or obj.positional_embed_overrides is not None
-    ):
+    is_own = obj.lora_path or obj.positional_embed_overrides is not None
+    if obj.input_ids is None or is_own:
         return
-    vocab_size = manager.model_config.vocab_size
     for outside in (min(input_ids), max(input_ids)):
         if not 0 <= outside < vocab_size:
             raise ValueError(
                 f"input_ids has token id {outside}, which this model does not have; "
                 f"its ids go from 0 to {vocab_size - 1}. Send ids of its own tokenizer."
             )
+
+
+def _check_logprobs(obj: GenerateReqInput, vocab_size: int) -> None:
+    start = obj.logprob_start_len
+    if start is not None and start < -1:
+        raise ValueError(
+            f"logprob_start_len is {start}. Send a position in the prompt, or -1 for "
+            "logprobs of the answer alone."
+        )
+    most = vocab_size
+    if obj.bootstrap_room is not None:
+        most = min(most, _HANDOFF_TOP_LOGPROBS)
+    if not 0 <= (obj.top_logprobs_num or 0) <= most:
+        raise ValueError(
+            f"top_logprobs_num is {obj.top_logprobs_num}; this server gives 0 to {most}."
+        )
 
 
 def room_of_sample(room: int | None, number: int) -> int | None:

@@ -1,7 +1,7 @@
 """A request that would end an engine is refused when it arrives.
 
-Contract: prompts without tokens and foreign token ids get a ValueError, which a server
-answers with status 400; each sample of ``n`` above 1 has a bootstrap room that prefill
+Contract: prompts without tokens, foreign token ids and impossible logprobs get a ValueError,
+which a server answers with status 400; each sample of ``n`` above 1 has a bootstrap room that prefill
 and decode derive alike; a room in use is refused to a second request.
 """
 
@@ -16,7 +16,10 @@ from kv_managers import close, nixl_decode
 
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.request_checks import check_prompt, room_of_sample
+from sglang.srt.disaggregation.common.request_checks import (
+    check_request,
+    room_of_sample,
+)
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -28,6 +31,7 @@ register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 VOCABULARY = 260
 ROOM = 2**62 + 12345
+LOGPROBS = {"return_logprob": True}
 
 
 def a_manager() -> TokenizerManager:
@@ -42,10 +46,10 @@ def a_manager() -> TokenizerManager:
     return manager
 
 
-class TestPrompt(CustomTestCase):
+class TestRequest(CustomTestCase):
     def check(self, input_ids, **fields):
         request = GenerateReqInput(**{"input_ids": input_ids, **fields})
-        check_prompt(a_manager(), request, input_ids)
+        check_request(a_manager(), request, input_ids)
 
     def test_the_whole_vocabulary_is_served(self):
         self.check([0, VOCABULARY - 1])
@@ -60,7 +64,7 @@ class TestPrompt(CustomTestCase):
     def test_a_prompt_without_tokens_is_refused(self):
         for empty in ([], None):
             with self.assertRaisesRegex(ValueError, "Send at least one"):
-                check_prompt(a_manager(), GenerateReqInput(text=""), empty)
+                check_request(a_manager(), GenerateReqInput(text=""), empty)
 
     def test_a_session_supplies_the_prompt(self):
         self.check([], session_params={"id": "a"})
@@ -71,6 +75,23 @@ class TestPrompt(CustomTestCase):
         self.check([VOCABULARY], lora_path="an adapter with tokens of its own")
         self.check([VOCABULARY], positional_embed_overrides=object())
         self.check(None, input_embeds=[[0.5]])
+
+    def test_logprobs_that_exist_are_served(self):
+        for start, top in ((-1, 0), (None, None), (0, VOCABULARY), (10**9, 1)):
+            self.check([1], logprob_start_len=start, top_logprobs_num=top, **LOGPROBS)
+        self.check([1], top_logprobs_num=128, bootstrap_room=ROOM, **LOGPROBS)
+        self.check([1], logprob_start_len=-5)  # upstream ignores it without logprobs
+
+    def test_logprobs_that_do_not_exist_are_refused(self):
+        for field, value in (
+            ("logprob_start_len", -2),
+            ("top_logprobs_num", -1),
+            ("top_logprobs_num", VOCABULARY + 1),
+        ):
+            with self.assertRaisesRegex(ValueError, f"{field} is {value}"):
+                self.check([1], **{field: value}, **LOGPROBS)
+        with self.assertRaisesRegex(ValueError, "gives 0 to 128"):
+            self.check([1], top_logprobs_num=129, bootstrap_room=ROOM, **LOGPROBS)
 
     def test_validation_refuses_a_foreign_token_id(self):
         """The hunk: upstream's own validation asks."""
