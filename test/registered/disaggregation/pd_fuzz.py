@@ -147,7 +147,9 @@ def post(server: Server, body: Any, limit_s: float) -> int | None:
 def with_room(prefill: Engine, body: dict[str, Any]) -> dict[str, Any]:
     """What a router adds; a batch gets a room for each prompt."""
     prompts = body.get("input_ids") or body.get("text")
-    is_batch = isinstance(prompts, list) and isinstance(prompts[0], list | str)
+    is_batch = isinstance(prompts, list) and any(
+        isinstance(prompt, list | str) for prompt in prompts
+    )
     count = len(prompts) if is_batch else 1
     rooms = [random.getrandbits(62) for _ in range(count)]
     added = {

@@ -11,6 +11,8 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.embed_types import PositionalEmbeds
+
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -38,6 +40,11 @@ def check_request(
     """
     vocab_size = manager.model_config.vocab_size
     _check_prompt(obj, input_ids, vocab_size)
+    overrides = obj.positional_embed_overrides
+    if overrides is not None and not isinstance(overrides, PositionalEmbeds):
+        raise ValueError(
+            "positional_embed_overrides are for callers in this process. Leave them out."
+        )
     if obj.return_logprob:
         _check_logprobs(obj, vocab_size)
 

@@ -12,6 +12,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from kv_managers import close, nixl_decode
 
 from sglang.srt.disaggregation import utils
@@ -22,6 +23,7 @@ from sglang.srt.disaggregation.common.request_checks import (
 )
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -73,7 +75,8 @@ class TestRequest(CustomTestCase):
     def test_what_stands_for_other_inputs_is_left_alone(self):
         self.check([-200], image_data=["an image"])
         self.check([VOCABULARY], lora_path="an adapter with tokens of its own")
-        self.check([VOCABULARY], positional_embed_overrides=object())
+        overrides = PositionalEmbeds(embeds=[torch.zeros(4)], positions=[0])
+        self.check([VOCABULARY], positional_embed_overrides=overrides)
         self.check(None, input_embeds=[[0.5]])
 
     def test_logprobs_that_exist_are_served(self):
@@ -92,6 +95,11 @@ class TestRequest(CustomTestCase):
                 self.check([1], **{field: value}, **LOGPROBS)
         with self.assertRaisesRegex(ValueError, "gives 0 to 128"):
             self.check([1], top_logprobs_num=129, bootstrap_room=ROOM, **LOGPROBS)
+
+    def test_overrides_that_no_body_can_hold_are_refused(self):
+        for sent in ({}, "x", []):
+            with self.assertRaisesRegex(ValueError, "positional_embed_overrides"):
+                self.check([1], positional_embed_overrides=sent)
 
     def test_validation_refuses_a_foreign_token_id(self):
         """The hunk: upstream's own validation asks."""
