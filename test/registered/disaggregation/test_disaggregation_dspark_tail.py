@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import random_models
+from pd_fuzz import PROMPTS, assert_alive_and_empty, sampling, send_all
 from pd_parity import (
     assert_both_paths_ran,
     assert_parity,
@@ -400,6 +401,13 @@ class TestTailFleet:
         for name in SETS:
             replies = send(fleet.client(prefill), name)
             assert_parity(replies, name, references, MODELS.draft_swa)
+
+    def test_tail_no_prompt_ends_a_stage(self, fleet: Fleet) -> None:
+        engines = (fleet.pp2, fleet.decode)
+        said = send_all(engines, {**PROMPTS, "n": sampling(n=2)}, limit_s=2.0)
+        assert_alive_and_empty(*engines, said=said)
+        assert said["prompt text=''"] == [400, 400]
+        assert said["a batch"] == said["n"] == [200, 200]
 
     def test_tail_engines_are_healthy(self, bed: Bed, fleet: Fleet) -> None:
         bed.assert_healthy()
