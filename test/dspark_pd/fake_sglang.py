@@ -122,18 +122,20 @@ def install(site: Path, release: str = LATEST, **changed: str) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, object]:
-    """Return everything below ``folder``: content, mode, links, empty folders."""
+    """Return everything below ``folder``: content, owner, mode, links, empty folders."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         if "__pycache__" in path.parts:
             continue
         name = path.relative_to(folder).as_posix()
+        status = path.lstat()
+        look = (status.st_uid, status.st_gid, oct(status.st_mode))
         if path.is_symlink():
-            found[name] = ("link", str(path.readlink()), path.read_bytes())
+            found[name] = (*look, str(path.readlink()), path.read_bytes())
         elif path.is_dir():
-            found[name] = "folder"
+            found[name] = look
         else:
-            found[name] = (path.stat().st_mode & 0o7777, path.read_bytes())
+            found[name] = (*look, path.read_bytes())
     return found
 
 

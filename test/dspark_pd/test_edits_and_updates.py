@@ -164,13 +164,16 @@ def test_a_damaged_original_is_refused(run: Run, site: Path) -> None:
     assert (site / RELAY).read_bytes() == patched
 
 
-def test_a_missing_file_comes_back(run: Run, site: Path) -> None:
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_a_missing_file_comes_back(run: Run, site: Path, verb: str) -> None:
     before = snapshot(site)
     run("apply", "--target", site)
+    applied = snapshot(site)
     (site / RELAY).unlink()
     (site / "sglang/srt/managers/relay_guard.py").unlink()
-    assert run("revert", "--target", site).code == 0
-    assert snapshot(site) == before
+    assert run("status", "--target", site).code == 1
+    assert run(verb, "--target", site).code == 0
+    assert snapshot(site) == (applied if verb == "apply" else before)
 
 
 def test_a_checkout_is_served_and_stays_clean(

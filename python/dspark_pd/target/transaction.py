@@ -83,11 +83,11 @@ class Transaction:
         state = self._state
         fsops.make_folder(state.path)
         fsops.make_folder(state.originals)
-        fsops.write(state.ignore, b"*\n")
+        _write_state(state.ignore, b"*\n")
         for sha256, data in self.originals.items():
             if fsops.read_or_none(state.original_path(sha256)) != data:
-                fsops.write(state.original_path(sha256), data)
-        fsops.write(state.journal, self._journal().as_json())
+                _write_state(state.original_path(sha256), data)
+        _write_state(state.journal, self._journal().as_json())
         fsops.flush_folders({state.originals, state.path})
         for folder in self.new.folders:
             fsops.make_folder(self.root / folder)
@@ -95,16 +95,17 @@ class Transaction:
             if change.desired is not None:
                 self._stage_file(change, change.desired)
         if self.new.entries:
-            fsops.write_temporary(state.record, self.new.as_json())
+            wanted = fsops.look_of_new_file(state.record)
+            fsops.write_temporary(state.record, self.new.as_json(), wanted)
 
     def _stage_file(self, change: Change, data: bytes) -> None:
         path = self.root / change.path
+        look = fsops.look if path.exists() else fsops.look_of_new_file
+        wanted = look(path)
         if change.link is not None and self._still_links(path, change.link, data):
-            fsops.remove(fsops.temporary_of(path))
-            os.symlink(change.link, fsops.temporary_of(path))
+            fsops.link(path, change.link, wanted)
             return
-        mode = path.stat().st_mode & 0o7777 if path.exists() else None
-        temporary = fsops.write_temporary(path, data, mode)
+        temporary = fsops.write_temporary(path, data, wanted)
         if change.mtime_ns is not None:
             os.utime(temporary, ns=(change.mtime_ns, change.mtime_ns))
 
@@ -156,7 +157,7 @@ class Transaction:
     def _forget(self) -> None:
         """Drop the journal of a run that changed nothing, unless it repairs another."""
         if self.old.unfinished is not None:
-            fsops.write(self._state.journal, self.old.as_json())
+            _write_state(self._state.journal, self.old.as_json())
             return
         fsops.remove(self._state.journal)
         if not self.old.entries:
@@ -185,6 +186,10 @@ class Transaction:
         return Change(
             change.path, change.desired, change.current, entry.link, entry.mtime_ns
         )
+
+
+def _write_state(path: Path, data: bytes) -> None:
+    fsops.write(path, data, fsops.look_of_new_file(path))
 
 
 def remove_state_folder(state: StateFolder) -> None:

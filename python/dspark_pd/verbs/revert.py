@@ -120,7 +120,8 @@ def _keep_edits(survey: Survey, edited: list[Seen]) -> list[str]:
         for seen in edited:
             if seen.current is not None:
                 name = seen.path + EDITED_SUFFIX
-                fsops.write(survey.path(name), seen.current)
+                wanted = fsops.look(survey.path(seen.path))
+                fsops.write(survey.path(name), seen.current, wanted)
                 kept.append(name)
     except OSError as error:
         raise Refused([from_os_error(error)]) from error
