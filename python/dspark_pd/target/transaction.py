@@ -119,6 +119,7 @@ class Transaction:
             fsops.remove(path)
             _remove_bytecode(path)
         else:
+            _remove_bytecode(path, unchecked=True)
             os.replace(fsops.temporary_of(path), path)
 
     def _finish(self) -> None:
@@ -210,7 +211,18 @@ def remove_leftovers(root: Path, entries: dict[str, Entry]) -> None:
         fsops.remove(fsops.temporary_of(root / path))
 
 
-def _remove_bytecode(path: Path) -> None:
-    """Remove the compiled form of a module that is gone, so that its folder can go."""
+def _remove_bytecode(path: Path, unchecked: bool = False) -> None:
+    """Remove the compiled forms of a module, or those that Python never compares with it.
+
+    A module that is gone must not keep its folder. An unchecked-hash form (PEP 552, as in
+    images compiled that way) would be loaded in place of the new text for ever.
+    """
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        fsops.remove(compiled)
+        if not unchecked or _is_unchecked(compiled):
+            fsops.remove(compiled)
+
+
+def _is_unchecked(compiled: Path) -> bool:
+    """Whether the flags, bytes 4 to 7, say hash-based (1) and not checked (no 2)."""
+    with compiled.open("rb") as file:
+        return int.from_bytes(file.read(8)[4:], "little") == 1

@@ -23,6 +23,7 @@ from dspark_pd.target.release import read_release
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.target import Target, find_target
 
+RESTART: Final = "restart the engines that run from here"
 _LIST: Final = "dspark-pd list"
 
 

@@ -17,7 +17,7 @@ from dspark_pd.target.state import StateFolder
 from dspark_pd.target.survey import Seen, Survey
 from dspark_pd.target.target import find_target
 from dspark_pd.target.transaction import remove_leftovers, remove_state_folder
-from dspark_pd.verbs.context import Context, named_components, refuse_any
+from dspark_pd.verbs.context import RESTART, Context, named_components, refuse_any
 
 EDITED_SUFFIX = ".edited"
 
@@ -36,6 +36,8 @@ def run(options: Namespace) -> Result:
     if survey.updated:
         # Its original belongs to the release before; putting it back would mix two.
         result.notes += [f"{seen.path} was left as it is" for seen in edited]
+    if result.data["restored"] or result.data["removed"]:
+        result.notes.append(RESTART)
     result.data["kept_edits"] = kept
     return result
 
