@@ -102,10 +102,7 @@ def install(site: Path, release: str = LATEST, **changed: str) -> Path:
     Files of an earlier release that are on its RECORD go first, as in ``pip install
     -U``; files that nobody recorded stay. ``changed`` replaces contents by path.
     """
-    for folder in site.glob("sglang-*.dist-info"):
-        for line in (folder / "RECORD").read_text().splitlines():
-            (site / line.partition(",")[0]).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+    uninstall(site)
     rows = []
     for path, text in {**files_of(release), **changed}.items():
         data = text.encode()
@@ -119,6 +116,17 @@ def install(site: Path, release: str = LATEST, **changed: str) -> Path:
     (info / "METADATA").write_text(f"Name: sglang\nVersion: {release}\n")
     (info / "RECORD").write_text("\n".join(rows) + "\n")
     return site / "sglang"
+
+
+def uninstall(site: Path) -> None:
+    """Remove what is on the RECORD, and folders that are empty then, as pip does."""
+    for folder in site.glob("sglang-*.dist-info"):
+        for line in (folder / "RECORD").read_text().splitlines():
+            (site / line.partition(",")[0]).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    for path in sorted((site / "sglang").rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
 
 
 def snapshot(folder: Path) -> dict[str, object]:

@@ -18,11 +18,12 @@ from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import refuse
+from dspark_pd.messages.errors import about, refuse
 from dspark_pd.patchset.patch_set import default_overlay
 from dspark_pd.target.release import read_release
 from dspark_pd.target.state import StateFolder
 
+UNINSTALLED: Final = "uninstalled"
 _PROGRAMS: Final = ("bin", "Scripts")
 
 
@@ -48,15 +49,25 @@ class Target:
         return {"path": str(self.root), "release": release, "source": self.source}
 
 
-def find_target(named: str | None, assumed: str | None = None) -> Target:
+def find_target(
+    named: str | None, assumed: str | None = None, leftovers: bool = False
+) -> Target:
     """Return the target named by the user, or the one of this interpreter.
 
-    ``assumed`` is a release that the user vouches for. Refuses with T101.
+    ``assumed`` is a release that the user vouches for. Refuses with T101 and, unless
+    ``leftovers`` are asked for, with T107 what an uninstalled SGLang left of the set.
     """
     places = list(_named_places(Path(named)) if named else _own_places())
     for place in places:
         if _is_sglang(place.root):
             return _with_release(place.root.resolve(), assumed, place.installed_as)
+    for left in (place.root.resolve() for place in places):
+        applied, target = StateFolder(left).load(), Target(left, None, UNINSTALLED)
+        if applied.entries and leftovers:
+            return target
+        if applied.entries:
+            with about(target):
+                refuse("T107", target=left, version=applied.release)
     searched = named or ", ".join(dict.fromkeys(str(p.root.parent) for p in places))
     found, cause = _nothing_at(Path(named).expanduser() if named else None)
     refuse("T101", searched=searched or "sys.path", found=found, cause=cause)
