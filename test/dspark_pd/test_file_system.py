@@ -115,9 +115,10 @@ def test_missing_rights_are_found_before_the_first_change(
 
     def apply() -> int:
         os.chmod(folder, 0o555)
-        code = run("apply", "--target", site).code
+        outcome = run("apply", "--target", site)
         os.chmod(folder, 0o755)
-        return code
+        assert str(folder) in outcome.document["errors"][0]["found"]
+        return outcome.code
 
     assert _as_user(65534, apply) == 6
     assert snapshot(site) == before
