@@ -795,4 +795,18 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "a Mooncake worker could not send the KV of a request; only this request fails",
         "look at prefill's log for the traceback",
     ),
+    RuntimeCode(
+        "PD-BAD-REQUEST",
+        "decode or prefill",
+        "the other engine refused what the client sent, for example a prompt longer than "
+        "its KV pool; its reason follows the code, and the status is 400",
+        "change the request, or give both engines the same limits",
+    ),
+    RuntimeCode(
+        "PD-NO-PREFILL",
+        "decode",
+        "nothing answered at the bootstrap address of the request's prefill",
+        "start prefill, or give the router the port of its "
+        "--disaggregation-bootstrap-port",
+    ),
 )
