@@ -130,6 +130,13 @@ def test_leg_that_decode_refuses(legs: Legs, stream: bool) -> None:
     assert "[PD-BAD-REQUEST]" in legs.large.log_text(), "prefill was not told why"
 
 
+def test_leg_that_decode_can_never_place(legs: Legs) -> None:
+    """It fits in the pool, without the tokens that decode reserves for its answer."""
+    answer = ask(legs.url("large"), input_ids=prompt(MEDIUM - 10))
+    check_refused("decode can never place it", answer, "exceeds the maximum number")
+    legs.hold_nothing(legs.large, legs.decode)
+
+
 def test_leg_without_a_prefill_names_it(legs: Legs) -> None:
     answer = OBSERVED["no prefill at the address"] = legs.missing.result(30)
     assert answer.status == 500
