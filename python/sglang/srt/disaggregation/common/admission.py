@@ -72,6 +72,7 @@ registration_readers: list[
 
 _NIXL_GUARD = b"NixlMsgGuard"
 _ABORT = b"ABORT"
+_ROOM_NEWS = (_ABORT, ROOM_REFUSED, ROOM_ENDED)
 _REGISTRATION = "None"
 # Messages of prefill that begin with their kind and go on with their room.
 _KINDS_BEFORE_ROOM = (b"CHUNK_READY", b"AUX_DATA", b"STAGING_REQ", b"ABORT_ACK")
@@ -143,23 +144,8 @@ class PrefillAdmission:
 
     def admits(self, message: list[bytes]) -> bool:
         """False for news of a room, and for messages of a refused or unregistered decode."""
-        kind = message[0]
-        if kind in (_ABORT, ROOM_REFUSED, ROOM_ENDED) and len(message) > 1:
-            room = int(message[1])
-            asked = self.asked.pop(room, [])
-        if kind == _ABORT and len(message) > 1:
-            if room not in self.manager.request_status:
-                self.fail_room(room, "Aborted by decode before it got here")
-            return True
-        if kind == ROOM_REFUSED:
-            self._take_refusal(room, message[2])
-            return False
-        if kind == ROOM_ENDED:
-            reason = message[2].decode("utf-8", errors="replace")
-            self.ended[room] = (reason, time.monotonic())
-            for envelope in asked:
-                self._tell(envelope, reason)
-            return False
+        if message[0] in _ROOM_NEWS and len(message) > 1:
+            return self._admits_news(*message[:3])
         envelope = Envelope.read(message)
         if envelope is None:
             return True
@@ -186,11 +172,26 @@ class PrefillAdmission:
             "release of SGLang and of sglang-dspark-pd on both engines.",
         )
 
-    def _take_refusal(self, room: int, text: bytes) -> None:
-        reason = "refused by decode: " + text.decode("utf-8", errors="replace")
-        if BAD_REQUEST not in reason:
-            log_once(logger.error, f"A decode engine refuses this prefill: {reason}")
-        self.fail_room(room, reason)
+    def _admits_news(self, kind: bytes, room: bytes, text: bytes = b"") -> bool:
+        """Take what is said of a room; True for an abort, on which upstream works too."""
+        number, reason = int(room), text.decode("utf-8", errors="replace")
+        asked = self.asked.pop(number, [])
+        if kind == _ABORT:
+            if number not in self.manager.request_status:
+                self.fail_room(number, "Aborted by decode before it got here")
+            return True
+        if kind == ROOM_REFUSED:
+            reason = "refused by decode: " + reason
+            if BAD_REQUEST not in reason:
+                log_once(
+                    logger.error, f"A decode engine refuses this prefill: {reason}"
+                )
+            self.fail_room(number, reason)
+        else:
+            self.ended[number] = (reason, time.monotonic())
+            for envelope in asked:
+                self._tell(envelope, reason)
+        return False
 
     def _admits_registration(self, message: list[bytes], decode: str) -> bool:
         self.refused.pop(decode, None)

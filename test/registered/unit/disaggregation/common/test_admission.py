@@ -224,6 +224,7 @@ class TestNixlPrefill(ThreadCase):
                 nixl_metadata(room, port, dice.choice([name, "decode-good"])),
                 [b"ABORT", str(room).encode()],
                 [admission.ROOM_REFUSED, str(room).encode(), dice.randbytes(40)],
+                [admission.ROOM_ENDED, str(room).encode(), dice.randbytes(40)],
                 garbage(dice),
             ]
         )
