@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
-from dspark_pd.doctor.fields import HICACHE_FOLDER
+from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, HICACHE_FOLDER
 from dspark_pd.doctor.releases import released, served_by, serves
 
 
@@ -148,6 +148,16 @@ CHECKS: Final[tuple[Check, ...]] = (
         "a match ends before the tail, so each hit computes the tail's tokens again",
         "nothing to do",
         lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
+    ),
+    Check(
+        "DOC-TIME-LIMIT",
+        NOTE,
+        "prefill waits 300 s, SGLang's default, for the decode of a request",
+        "it does not notice a decode that is gone, and requests on it, and new ones until "
+        "the router notices, are answered after that time only",
+        f"set {BOOTSTRAP_TIMEOUT}=30 on prefill; more if requests wait longer than that "
+        "for a place in decode's KV pool",
+        lambda p, d: p.environ is not None and BOOTSTRAP_TIMEOUT not in p.environ,
     ),
     Check(
         "DOC-HICACHE-FOLDER",

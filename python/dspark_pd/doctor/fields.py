@@ -84,6 +84,7 @@ NEIGHBOURS: Final = (
     "speculative_dflash_block_size",
 )
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+BOOTSTRAP_TIMEOUT: Final = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
 VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "switch",
     "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": "text",
@@ -92,6 +93,7 @@ VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "switch",
     "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "int",
     HICACHE_FOLDER: "text",
+    BOOTSTRAP_TIMEOUT: "int",
     "SGLANG_PP_LAYER_PARTITION": "text",
     # Not "switch": SGLang starts with any value of it.
     "SGLANG_MOONCAKE_SEND_AUX_TCP": "text",

@@ -38,10 +38,14 @@ def ask_many(url: str, count: int, **options) -> list[Answer]:
 
 
 def during_requests(
-    url: str, count: int, hurt: Callable[[], None], after_s: float
+    url: str,
+    count: int,
+    hurt: Callable[[], None],
+    after_s: float,
+    new_tokens: int = LONG,
 ) -> list[Answer]:
     """Start long requests, hurt something `after_s` later; their answers."""
-    sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     with ThreadPoolExecutor(count + 1) as pool:
         asked = [
             pool.submit(ask, url, timeout_s=90, sampling_params=sampling)
@@ -75,6 +79,11 @@ def kill_thread(folder: Path, function: str) -> None:
     order = folder / function
     order.touch()
     assert wait_until(lambda: not order.exists(), 10) is not None, "no such thread"
+
+
+def raise_in_scheduler(folder: Path) -> None:
+    """Make a prefill's scheduler raise; returns when its process has been told."""
+    kill_thread(folder, "raise-in-scheduler-of-bootstrap_thread")
 
 
 def is_gone(engine: Engine) -> bool:

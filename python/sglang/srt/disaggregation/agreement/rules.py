@@ -726,14 +726,6 @@ def decide(decode: Description, prefill: Description) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: SEVERITIES.index(verdict.severity))
 
 
-def refusal(decode: Description, prefill: Description) -> Verdict | None:
-    """The verdict that forbids this pair, or None."""
-    verdicts = decide(decode, prefill)
-    if verdicts and verdicts[0].severity == REFUSE:
-        return verdicts[0]
-    return None
-
-
 # -- codes that are not rules -----------------------------------------------------------
 
 
@@ -759,22 +751,20 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "PD-UPSTREAM",
         "decode",
         "one of SGLang's own checks of a prefill failed; its text follows the code",
-        "change what that text names; without this set such an error ends the decode "
-        "engine",
+        "change what that text names; without this set such an error ends decode",
     ),
     RuntimeCode(
         "PD-NOT-REGISTERED",
         "prefill",
-        "a request came from a decode that is not registered with this prefill, for "
-        "example because prefill was restarted",
+        "a request came from a decode that this prefill does not know, for example "
+        "because prefill was restarted",
         "nothing if it happens once: a decode with this set registers again at its next "
         "request; restart a decode without the set",
     ),
     RuntimeCode(
         "PD-REGISTRATION",
         "prefill",
-        "a decode could not be registered, for example because its KV regions do not "
-        "fit; the error follows the code",
+        "a decode could not be registered; the error follows the code",
         "give both engines the same model, draft and parallel sizes",
     ),
     RuntimeCode(
@@ -794,5 +784,17 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "prefill",
         "a Mooncake worker could not send the KV of a request; only this request fails",
         "look at prefill's log for the traceback",
+    ),
+    RuntimeCode(
+        "PD-BAD-REQUEST",
+        "decode or prefill",
+        "the other engine refused the request; its reason follows, the status is 400",
+        "change the request, or give both engines the same limits",
+    ),
+    RuntimeCode(
+        "PD-NO-PREFILL",
+        "decode",
+        "nothing answers at the bootstrap address of the request's prefill",
+        "start it, or give the router the port of its --disaggregation-bootstrap-port",
     ),
 )

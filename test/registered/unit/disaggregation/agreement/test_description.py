@@ -16,7 +16,15 @@ import unittest
 from unittest import mock
 
 import torch
-from agreement_fixtures import ARGS, DRAFT, PLAIN_ARGS, TARGET, V4, describe_role
+from agreement_fixtures import (
+    ARGS,
+    DRAFT,
+    PLAIN_ARGS,
+    TARGET,
+    V4,
+    describe_role,
+    refusal,
+)
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.disaggregation.agreement.description import (
@@ -31,7 +39,6 @@ from sglang.srt.disaggregation.agreement.description import (
     ring_sizes,
     window_need,
 )
-from sglang.srt.disaggregation.agreement.rules import refusal
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 

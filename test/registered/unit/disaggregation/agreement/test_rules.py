@@ -10,7 +10,7 @@ import copy
 import itertools
 import unittest
 
-from agreement_fixtures import NATIVE, PLAIN
+from agreement_fixtures import NATIVE, PLAIN, refusal
 
 from sglang.srt.disaggregation.agreement.rules import (
     NOTE,
@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.agreement.rules import (
     WARN,
     decide,
     look_up,
-    refusal,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
