@@ -347,6 +347,8 @@ def _tell_refused_request(queue: DecodePreallocQueue, req: Req, reason: str) -> 
     from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
 
     manager, address = queue.kv_manager, f"{req.bootstrap_host}:{req.bootstrap_port}"
+    if req.bootstrap_room in manager.request_status:
+        return  # the room is another request's, with which both engines go on
     if not manager.try_ensure_parallel_info(address):
         return  # it does not answer, and its part of the request has failed for that
     info, now = manager.prefill_info_table[address], time.monotonic()

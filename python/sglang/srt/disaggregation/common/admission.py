@@ -308,10 +308,13 @@ def end_room(manager: CommonKVManager, room: int, reason: str) -> None:
     """
     address = NetworkAddress(manager.local_ip, manager.rank_port)
     message = [ROOM_ENDED, str(room).encode("ascii"), reason.encode("utf-8")]
-    with contextlib.suppress(zmq.ZMQError):  # decode's timeout is what remains
-        manager._send_multipart_locked(
-            address.to_tcp(), message, is_ipv6=address.is_ipv6
-        )
+    endpoint = address.to_tcp()
+    # Never waits: the control thread, which reads it, may be waiting for the caller.
+    # Decode's timeout is what remains.
+    with contextlib.suppress(zmq.ZMQError):
+        socket = manager._connect(endpoint, is_ipv6=address.is_ipv6)
+        with manager._socket_send_locks[endpoint]:
+            socket.send_multipart(message, zmq.NOBLOCK)
 
 
 def announce_failure(manager: CommonKVManager, room: int) -> None:

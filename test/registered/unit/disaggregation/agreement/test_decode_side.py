@@ -259,6 +259,15 @@ class TestRefusedRequest(WithServer):
             self.refuse(decode, host=FAKE_BOOTSTRAP_HOST)
         self.assertEqual(tell.call_count, 0)
 
+    def test_a_room_that_another_request_uses_goes_on(self):
+        self.prefill()
+        decode = self.decode()
+        decode.request_status[7] = KVPoll.WaitingForInput
+        with mock.patch.object(decode_side, "_tell") as tell:
+            self.refuse(decode)
+        self.assertEqual(tell.call_count, 0)
+        self.assertEqual(decode.request_status, {7: KVPoll.WaitingForInput})
+
     def test_a_prompt_that_decode_can_never_place_is_refused(self):
         """Its pool also needs the tokens that it reserves for an answer."""
         queue = self.queue(
