@@ -90,15 +90,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "the KV checksum is enabled on one engine only",
         "transferred KV is not verified",
         "give --disaggregation-enable-kv-checksum to both or to none",
-        lambda p, d: p.mode != "tail" and _checksum_on_one(p, d),
-    ),
-    Check(
-        "DOC-CHECKSUM-TAIL",
-        ERROR,
-        "the KV checksum is enabled on one engine only, and prefill hands over a tail",
-        "metadata buffers are paired by position, and the positions differ",
-        "give --disaggregation-enable-kv-checksum to both or to none",
-        lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
+        _checksum_on_one,
     ),
     Check(
         "DOC-DTYPE",
