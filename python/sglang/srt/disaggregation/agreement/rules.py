@@ -148,6 +148,10 @@ class Pair:
         return need is None or (have is not None and have < need)
 
     @property
+    def must_cover(self) -> bool:
+        return look_up(self.decode, "dspark.must_cover") is not None
+
+    @property
     def short_tail_allowed(self) -> bool:
         """Both engines accept a short tail, of a length that they can start with.
 
@@ -692,7 +696,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-TAIL-WINDOW-ALLOWED",
         WARN,
         "dspark.tail_tokens",
-        lambda p: p.short_tail and p.short_tail_allowed,
+        lambda p: p.short_tail and p.short_tail_allowed and not p.must_cover,
         f"the tail is shorter than the draft's context ({ALLOW_PARTIAL_CONTEXT}=1)",
         _SHORT_CONTEXT,
         f"raise {TAIL_TOKENS} on prefill",
@@ -701,7 +705,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-TAIL-COVER",
         REFUSE,
         "dspark.must_cover",
-        lambda p: p.short_tail and bool(look_up(p.decode, "dspark.must_cover")),
+        lambda p: p.short_tail and p.short_tail_allowed and p.must_cover,
         "the tail is shorter than the context that the draft reads, and decode cannot "
         "clear draft KV of what is missing",
         "the draft would read KV of other requests",

@@ -383,20 +383,20 @@ def cap_prefix_match(max_prefix_len: int, input_len: int) -> int:
 # -- the wire -----------------------------------------------------------------------------
 
 
-def append_tail_frame(receiver: CommonKVReceiver, message: list[bytes]) -> None:
-    """Tell a prefill that hands over a tail where this decode wants it.
+def make_room(receiver: CommonKVReceiver) -> TailBuffer | None:
+    """Decode's rows, if its receiver's prefill hands over a tail; made at the first.
 
-    One frame, recognised by its first bytes wherever it comes after upstream's. A
-    decode that cannot make room sends none, and prefill refuses it.
+    Must precede the registration message, which names what NIXL may write. A decode
+    that cannot make room announces none, and prefill refuses it.
     """
     from sglang.srt.disaggregation.agreement.decode_side import prefill_description
 
     manager = receiver.kv_mgr
     description = prefill_description(manager, receiver.bootstrap_addr) or {}
     if current().draft is None or description.get("mode") != "tail":
-        return
+        return None
     try:
-        tail = current().tail or _make_room(description["dspark"]["tail_tokens"])
+        tail = current().tail or _allocate(description["dspark"]["tail_tokens"])
         tail.register(manager)
     except Exception:
         logger.exception(
@@ -404,22 +404,31 @@ def append_tail_frame(receiver: CommonKVReceiver, message: list[bytes]) -> None:
             "fail.",
             receiver.bootstrap_addr,
         )
+        return None
+    activate(tail=tail)
+    return tail
+
+
+def _allocate(tail_tokens: int) -> TailBuffer:
+    """Rows for as many tokens as the draft reads, or prefill sends if that is more."""
+    handoff = current()
+    shape = handoff.draft.shape
+    tokens = max(tail_tokens, shape.window_need or 0)
+    spec = msgspec.structs.replace(shape, tail_tokens=tokens)
+    return TailBuffer.allocate(spec, rows=handoff.slots.size)
+
+
+def announce_room(tail: TailBuffer | None, message: list[bytes]) -> None:
+    """Tell prefill where this decode wants tails.
+
+    One frame, recognised by its first bytes wherever it comes after upstream's.
+    """
+    if tail is None:
         return
     layout = TailLayout(
         tail.storage.data_ptr(), tail.spec.slot_bytes, tail.spec.fingerprint
     )
     message.append(FRAME_MAGIC + ",".join(str(word) for word in layout).encode())
-
-
-def _make_room(tail_tokens: int) -> TailBuffer:
-    """Decode's rows: for as many tokens as the draft reads, or prefill sends."""
-    handoff = current()
-    shape = handoff.draft.shape
-    tokens = max(tail_tokens, shape.window_need or 0)
-    spec = msgspec.structs.replace(shape, tail_tokens=tokens)
-    tail = TailBuffer.allocate(spec, rows=handoff.slots.size)
-    activate(tail=tail)
-    return tail
 
 
 def read_registrations() -> None:

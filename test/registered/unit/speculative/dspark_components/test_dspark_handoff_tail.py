@@ -139,11 +139,7 @@ class TailCase(CustomTestCase):
         frames = [b"None", b"127.0.0.1", b"1", peer.encode()] + [b""] * 20
         if tail is None:
             return frames
-        here = current()
-        draft = Draft(None, make_spec())
-        activate(spec=None, tail=tail, draft=draft)
-        tails.append_tail_frame(receiver_of("tail"), frames)
-        activate(spec=here.spec, tail=here.tail, draft=None)
+        tails.announce_room(tail, frames)
         return frames
 
     def announce(self, peer, tail):
@@ -279,17 +275,16 @@ class TestMemory(TailCase):
                 deactivate()
                 activate(draft=Draft(None, make_spec(0, need=8)))
                 activate(slots=tails.TailSlots(SLOTS))
-                receiver, frames = receiver_of("tail", tokens), [b"x"]
+                receiver = receiver_of("tail", tokens)
                 receiver.kv_mgr.agent = Agent()
                 with self.one_rank():
-                    tails.append_tail_frame(receiver, frames)
-                    tails.append_tail_frame(receiver, frames)
-                tail = current().tail
+                    tail = tails.make_room(receiver)
+                    self.assertIs(tails.make_room(receiver), tail)
+                self.assertIs(current().tail, tail)
                 shape = (SLOTS, room, WIDTH)
                 self.assertEqual(tuple(tail.hidden_states.shape), shape)
                 region = (tail.storage.data_ptr(), tail.storage.nbytes, "DRAM")
                 self.assertEqual(receiver.kv_mgr.agent.registered, [region])
-                self.assertEqual(len(frames), 3)
 
     def one_rank(self):
         parallel = SimpleNamespace(tp_size=1, pp_size=1, nnodes=1)
@@ -298,21 +293,20 @@ class TestMemory(TailCase):
     def test_decode_makes_no_room_for_other_prefills(self):
         activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
         for mode in ("native", "none", None):
-            frames = [b"x"]
-            tails.append_tail_frame(receiver_of(mode), frames)
-            self.assertEqual((frames, current().tail), ([b"x"], None))
+            self.assertIsNone(tails.make_room(receiver_of(mode)))
+            self.assertIsNone(current().tail)
 
     def test_decode_without_memory_lets_prefill_refuse(self):
         activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
         nothing = SimpleNamespace(available=0)
-        frames = [b"x"]
+        message = [b"x"]
         with (
             self.one_rank(),
             mock.patch("psutil.virtual_memory", lambda: nothing),
             self.assertLogs(tails.logger, "ERROR") as logs,
         ):
-            tails.append_tail_frame(receiver_of("tail"), frames)
-        self.assertEqual(frames, [b"x"])
+            tails.announce_room(tails.make_room(receiver_of("tail")), message)
+        self.assertEqual(message, [b"x"])
         self.assertIn("cannot make room", logs.output[0])
 
     def test_mooncake_registers_with_its_engine(self):
@@ -705,13 +699,20 @@ class TestWire(TailCase):
             self.assertEqual(len(blocks_of()), len(make_buffers().get_buf_infos()[0]))
 
     def test_registration_carries_layout(self):
+        """The memory is registered before the message that names what is registered."""
         tail = tails.TailBuffer(make_spec(), SLOTS)
         activate(tail=tail, draft=Draft(None, make_spec()))
         sent = []
         handle = object.__new__(CommonKVReceiver)
         handle.bootstrap_infos = [{"rank_ip": "127.0.0.1"}]
         vars(handle).update(vars(receiver_of("tail")))
-        handle.kv_mgr.build_receiver_registration_message = lambda: [b"x"] * 25
+        handle.kv_mgr.agent = Agent()
+
+        def build():
+            self.assertEqual(len(handle.kv_mgr.agent.registered), 1)
+            return [b"x"] * 25
+
+        handle.kv_mgr.build_receiver_registration_message = build
         handle._send_bootstrap_message = lambda *, message, **_: (
             sent.append(message) or True
         )
