@@ -83,6 +83,7 @@ NEIGHBOURS: Final = (
     "moe_dp_size",
     "speculative_dflash_block_size",
 )
+RUST_SERVER: Final = "SGLANG_RUST_SERVER"
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "switch",
@@ -93,11 +94,13 @@ VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "int",
     HICACHE_FOLDER: "text",
     "SGLANG_PP_LAYER_PARTITION": "text",
-    # Not "switch": SGLang starts with any value of it.
+    # Not "switch": SGLang starts with any value of them.
+    RUST_SERVER: "text",
     "SGLANG_MOONCAKE_SEND_AUX_TCP": "text",
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "text",
 }
-_ON_OR_OFF: Final = ("1", "true", "yes", "y", "0", "false", "no", "n")
+ON: Final = ("1", "true", "yes", "y")
+_ON_OR_OFF: Final = (*ON, "0", "false", "no", "n")
 _OURS: Final = "SGLANG_DSPARK_"
 _ALIKE: Final = 0.86
 

@@ -48,6 +48,15 @@ def validate_server_args(server_args: ServerArgs) -> None:
         target = model_config_of(server_args)
         facts = facts_of(cfg, target)
     refuse(facts)
+    if rules.is_undescribed(facts):
+        logger.warning(
+            "With %s the bootstrap registry does not pass on what this prefill says of "
+            "itself, so a decode with sglang-dspark-pd refuses it, unless it has %s=1. "
+            "Unset %s to let decodes check this prefill.",
+            rules.RUST_SERVER,
+            rules.ALLOW_COLD_DRAFT,
+            rules.RUST_SERVER,
+        )
     if rules.captures(facts):
         spec = dspark_handoff.spec_of(facts, target.dtype)
         logger.info(

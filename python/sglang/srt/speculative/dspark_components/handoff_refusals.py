@@ -24,8 +24,9 @@ ALLOW_COLD_DRAFT = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
 PEER_DRAFT_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+RUST_SERVER = "SGLANG_RUST_SERVER"
 SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT)
-VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL)  # fmt: skip
+VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL, RUST_SERVER)  # fmt: skip
 # Server arguments: those that say the backend of prefill graphs, and all that a rule
 # reads by name.
 GRAPH_ARGUMENTS = ("cuda_graph_config", "cuda_graph_backend_prefill")
@@ -174,6 +175,11 @@ def pins_tail(facts: Facts) -> bool:
 def takes_part(facts: Facts) -> bool:
     """Whether this engine hands over or may take a tail."""
     return captures(facts) or _drafts(facts, "decode")
+
+
+def is_undescribed(facts: Facts) -> bool:
+    """Whether a prefill with a draft has a registry that does not describe it."""
+    return _drafts(facts, "prefill") and is_on(facts.get(RUST_SERVER))
 
 
 def names_tail(facts: Facts) -> bool:
@@ -566,6 +572,14 @@ _TRANSFER: tuple[Refusal, ...] = (
 )
 
 _PREFILL: tuple[Refusal, ...] = (
+    Refusal(
+        "TAIL-RUST-SERVER",
+        "prefill",
+        lambda f: captures(f) and is_on(f.get(RUST_SERVER)),
+        f"prefill captures hidden states and has {RUST_SERVER}: its bootstrap registry "
+        "does not tell decodes that a tail will come",
+        f"unset {RUST_SERVER} on prefill",
+    ),
     _on_prefill(
         "TAIL-AUX-STATES",
         "that option captures other layers in the same forward",

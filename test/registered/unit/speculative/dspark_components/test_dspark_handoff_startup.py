@@ -33,6 +33,7 @@ from sglang.srt.speculative.dspark_components.handoff_refusals import (
     CAPTURE,
     LAYER_IDS,
     MOONCAKE_POOL,
+    RUST_SERVER,
     TAIL_TOKENS,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -117,6 +118,18 @@ class TestRefusals(HandoffCase):
         self.check()
         with self.refuse(MOONCAKE_POOL):
             self.check(disaggregation_transfer_backend="mooncake")
+
+    def test_a_registry_that_describes_no_prefill(self):
+        """Decodes refuse what they cannot check, and nobody else would say why."""
+        os.environ[RUST_SERVER] = "1"
+        with self.assertLogs(startup.logger, "WARNING") as logs:
+            self.check(speculative_algorithm="DSPARK")
+        self.assertIn(f"unless it has {ALLOW_COLD_DRAFT}=1", logs.output[0])
+        with self.assertNoLogs(startup.logger, "WARNING"):
+            self.check()
+        os.environ[LAYER_IDS] = "0,1"
+        with self.refuse("TAIL-RUST-SERVER"):
+            self.check()
 
     def test_variables_that_do_nothing(self):
         os.environ.update({LAYER_IDS: "0,1", CAPTURE: "0"})

@@ -211,6 +211,7 @@ REFUSED = [
         )
         for algorithm, capture in ((None, "1"), ("DSPARK", "0"))
     ),
+    ("TAIL-RUST-SERVER", "prefill", {}, {rules.RUST_SERVER: "1"}, {}),
     ("TAIL-DCP", "decode", {"dcp_size": 2}, {}, {}),
     ("TAIL-HISPARSE", "decode", {"enable_hisparse": True}, {}, {}),
     ("TAIL-UNIFIED-MEMORY", "decode", {"enable_unified_memory": True}, {}, {}),
