@@ -19,14 +19,14 @@ from types import SimpleNamespace
 
 os.environ.setdefault("SGLANG_PLATFORM", "cpu_reference")
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from sglang.srt.speculative.dspark_components import (  # noqa: E402
+from sglang.srt.speculative.dspark_components import (
     dspark_handoff_decode as decode,
 )
-from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails  # noqa: E402
-from sglang.srt.speculative.dspark_components.dspark_handoff import (  # noqa: E402
+from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
+from sglang.srt.speculative.dspark_components.dspark_handoff import (
     TailSpec,
     activate,
 )

@@ -112,7 +112,9 @@ def test_the_commands_of_the_proof_of_concept_are_a_pair(bench: Bench) -> None:
     ids = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
     prefill = command(model, "prefill", "--pp-size 2 --disable-radix-cache", env=ids)
     for env in ("", ids):
-        decode = command(model, "decode", "--speculative-algo DSPARK --pp-size 1", env=env)
+        decode = command(
+            model, "decode", "--speculative-algo DSPARK --pp-size 1", env=env
+        )
         found = bench.findings(prefill, decode)
         assert [f.code for f in found if f.severity == "error"] == []
     other = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,2"

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.unit
 RELEASE = "0.5.23"
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs_new/docs/developer_guide/dspark_pd_design.mdx"
-ROW = re.compile(r"^\| `(srt/)?([\w/]+\.py)` \| `(\w+)` \| (refused|allowed|no case) \| (.+) \|$")
+ROW = re.compile(
+    r"^\| `(srt/)?([\w/]+\.py)` \| `(\w+)` \| (refused|allowed|no case) \| (.+) \|$"
+)
 # They run with an algorithm only.
 ELSEWHERE = "speculative/"
 
@@ -55,7 +57,10 @@ def guards(tree: ast.AST) -> Iterator[str]:
 
 
 def speaks(condition: ast.expr) -> bool:
-    return re.search(r"(?<!supports_)spec(ulative)?_algorithm", ast.unparse(condition)) is not None
+    return (
+        re.search(r"(?<!supports_)spec(ulative)?_algorithm", ast.unparse(condition))
+        is not None
+    )
 
 
 def found() -> set[tuple[str, str]]:

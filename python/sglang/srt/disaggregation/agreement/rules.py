@@ -149,7 +149,7 @@ class Pair:
 
     @property
     def must_cover(self) -> bool:
-        return look_up(self.decode, "dspark.must_cover") is not None
+        return bool(look_up(self.decode, "dspark.must_cover"))
 
     @property
     def short_tail_allowed(self) -> bool:
@@ -274,11 +274,6 @@ def _aux_layouts_clash(pair: Pair) -> bool:
 
 def _algorithms_clash(pair: Pair) -> bool:
     return pair.differ("algorithm") and "DSPARK" in pair.both("algorithm")
-
-
-def _decode_takes_no_tail(pair: Pair) -> bool:
-    modes = (pair.prefill_mode, pair.decode.get("mode"))
-    return pair.described and pair.decode_drafts and modes == ("tail", "native")
 
 
 def _draft_only_on_prefill(pair: Pair) -> bool:
@@ -572,11 +567,12 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "PD-MODE",
         REFUSE,
         "dspark.no_tail",
-        _decode_takes_no_tail,
+        lambda p: (
+            p.described and p.decode_drafts and p.prefill_mode == "tail" and not p.tail
+        ),
         "prefill hands over a tail of hidden states that decode cannot take",
         "the draft would start without context",
-        "change on decode what is named there, or run DSPARK on prefill without "
-        f"{CAPTURE}",
+        "change on decode what is named there, or run DSPARK on prefill",
         absent="nothing",
     ),
     _equal(
@@ -668,14 +664,6 @@ DRAFT_RULES: tuple[Rule, ...] = (
         f"unset {TAIL_TOKENS} on decode, or set prefill's value there",
         when="tail",
     ),
-    _equal(
-        "PD-TAIL-ROW-BYTES",
-        "dspark.row_bytes",
-        "the engines disagree on the bytes of one token's hidden states",
-        "hidden states would land in another request's row",
-        f"give both engines the same --dtype, target model and {LAYER_IDS}",
-        when="tail",
-    ),
     Rule(
         "PD-TAIL-WINDOW",
         REFUSE,
@@ -683,13 +671,11 @@ DRAFT_RULES: tuple[Rule, ...] = (
         lambda p: p.short_tail and not p.short_tail_allowed,
         "the tail is shorter than the context that the draft reads",
         _SHORT_CONTEXT,
-        "let prefill know the draft (--speculative-draft-model-path without "
-        "--speculative-algorithm: its config is read, its weights are not) or set "
-        f"{TAIL_TOKENS} there to what the window needs; run DSPARK on prefill (the only "
-        "exact way for a full-attention draft); or accept it with "
-        f"{ALLOW_PARTIAL_CONTEXT}=1 on both engines and a number of tokens (not -1) in "
-        f"{TAIL_TOKENS} on prefill",
-        # Flags alone do not resolve -1, which leaves the length to the draft's window.
+        "name the draft on prefill (--speculative-draft-model-path without "
+        f"--speculative-algorithm reads its config only), or the window in {TAIL_TOKENS}; "
+        "run DSPARK on prefill (the only exact way for a full-attention draft); or accept "
+        f"it with {ALLOW_PARTIAL_CONTEXT}=1 on both engines and a number of tokens "
+        f"(not -1) in {TAIL_TOKENS} on prefill",
         absent="not set",
     ),
     Rule(
@@ -706,11 +692,9 @@ DRAFT_RULES: tuple[Rule, ...] = (
         REFUSE,
         "dspark.must_cover",
         lambda p: p.short_tail and p.short_tail_allowed and p.must_cover,
-        "the tail is shorter than the context that the draft reads, and decode cannot "
-        "clear draft KV of what is missing",
+        "the tail is too short, and decode cannot clear draft KV of what is missing",
         "the draft would read KV of other requests",
-        f"raise {TAIL_TOKENS} on prefill, change on decode what is named there, or run "
-        "DSPARK on prefill",
+        f"raise {TAIL_TOKENS} on prefill, or change on decode what is named there",
         absent="nothing",
     ),
     Rule(

@@ -342,10 +342,9 @@ def describe_role(
     Returns:
         None for no draft context at all, else mode (str, ``native`` or ``tail``; a
         decode of mode ``tail`` takes both), layer_ids (list[int], ascending),
-        hidden_size (int, values), dtype (str, such as ``bfloat16``), row_bytes (int,
-        bytes of one token), window_need (int, tokens; None for the whole prompt; left
-        out by a prefill that knows no window). With
-        a length of the tail that is known, tail_tokens (int); of a decode, why it
+        hidden_size (int, values), dtype (str, such as ``bfloat16``), window_need (int,
+        tokens; None for the whole prompt; left out by a prefill that knows no window).
+        Where the length of the tail is known, tail_tokens (int). Of a decode, why it
         takes no tail (no_tail, str), or none that covers less than its draft reads
         (must_cover, str).
     """
@@ -388,7 +387,6 @@ def _shape(spec: TailSpec) -> dict:
         "layer_ids": list(spec.layer_ids),
         "hidden_size": spec.hidden_size,
         "dtype": dtype_name(spec.dtype),
-        "row_bytes": spec.token_bytes,
         "window_need": spec.window_need,
     }
     return shape | ({"tail_tokens": spec.tail_tokens} if spec.tail_tokens else {})

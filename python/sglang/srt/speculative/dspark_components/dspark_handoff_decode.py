@@ -97,7 +97,9 @@ class Draft:
         if self.is_masked:
             return None
         if self.shares_slots:
-            return "--disaggregation-decode-enable-radix-cache shares it between requests"
+            return (
+                "--disaggregation-decode-enable-radix-cache shares it between requests"
+            )
         if not is_clearable(self.pool):
             return f"{type(self.pool).__name__} keeps no entry per token slot"
         return None

@@ -146,7 +146,8 @@ def _draft_of(scheduler: Scheduler, cfg: ServerArgs) -> Draft:
     config = worker.draft_model_runner.model_config.hf_config
     facts = facts_of(cfg, target, config, role="decode")
     shape = dspark_handoff.shape_of(
-        dspark_handoff.DraftFacts(facts["draft_layer_ids"], facts["window_need"]), target
+        dspark_handoff.DraftFacts(facts["draft_layer_ids"], facts["window_need"]),
+        target,
     )
     reason = rules.no_tail(facts) or _misfit(worker, shape)
     if reason is not None and rules.pins_tail(facts):

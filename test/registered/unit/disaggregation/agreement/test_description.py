@@ -23,13 +23,13 @@ from sglang.srt.disaggregation.agreement.description import (
     DEEPSEEK_V4_WINDOW,
     checkpoint_fingerprint,
     describe,
+    describe_tail,
     draft_kv_dtype,
     kv_heads,
     local_folder,
     parallel_sizes,
     read_config,
     ring_sizes,
-    describe_tail,
     window_need,
 )
 from sglang.srt.disaggregation.agreement.rules import refusal

@@ -34,7 +34,6 @@ TAIL_DSPARK = {
     "hidden_size": 128,
     "dtype": "float32",
     "tail_tokens": 32,
-    "row_bytes": 1536,
     "window_need": 31,
 }
 TAIL_PREFILL = {**PLAIN, "mode": "tail", "dspark": TAIL_DSPARK}
@@ -103,7 +102,10 @@ CASES = {
     "PD-DRAFT-ONLY-ON-PREFILL": (PLAIN, NATIVE),
     "PD-ALGORITHM": (NATIVE, {**PLAIN, "algorithm": "EAGLE"}),
     "PD-MODE": (
-        {**NATIVE, "dspark": {"no_tail": "decode cannot take a tail with --dcp-size 2"}},
+        {
+            **NATIVE,
+            "dspark": {"no_tail": "decode cannot take a tail with --dcp-size 2"},
+        },
         TAIL_PREFILL,
     ),
     "PD-DRAFT-GEOMETRY": (
@@ -122,7 +124,6 @@ CASES = {
     "PD-TAIL-HIDDEN": (TAIL_DECODE, with_dspark(TAIL_PREFILL, hidden_size=64)),
     "PD-TAIL-DTYPE": (TAIL_DECODE, with_dspark(TAIL_PREFILL, dtype="bfloat16")),
     "PD-TAIL-TOKENS": (TAIL_DECODE, with_dspark(TAIL_PREFILL, tail_tokens=64)),
-    "PD-TAIL-ROW-BYTES": (TAIL_DECODE, with_dspark(TAIL_PREFILL, row_bytes=768)),
     "PD-TAIL-WINDOW": (with_dspark(TAIL_DECODE, window_need=None), TAIL_PREFILL),
     "PD-TAIL-WINDOW-ALLOWED": (
         consenting(with_dspark(TAIL_DECODE, window_need=64)),

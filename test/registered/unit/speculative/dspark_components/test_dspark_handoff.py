@@ -223,7 +223,7 @@ class TestDescriptions(HandoffCase):
         handoff.activate(spec=spec)
         found = self.describe("prefill")
         self.assertEqual((found["mode"], found["tail_tokens"]), ("tail", 8))
-        self.assertEqual((found["layer_ids"], found["row_bytes"]), ([0, 2, 4], 96))
+        self.assertEqual((found["layer_ids"], found["hidden_size"]), ([0, 2, 4], 16))
         # It knows no window, so it has nothing to consent to.
         self.assertNotIn("window_need", found)
 
@@ -239,7 +239,7 @@ class TestDescriptions(HandoffCase):
             found = self.describe("decode", **DECODE)
             self.assertEqual(found.pop("mode"), mode)
             self.assertEqual(found.pop("window_need"), 31)
-            for key in ("layer_ids", "hidden_size", "dtype", "row_bytes"):
+            for key in ("layer_ids", "hidden_size", "dtype"):
                 found.pop(key)
             self.assertEqual(found, keys)
 

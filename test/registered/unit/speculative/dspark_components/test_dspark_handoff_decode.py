@@ -379,10 +379,8 @@ class TestInject(DraftCase):
 
     def test_slots_are_given_back_behind_their_copies(self):
         """No hidden state is copied on the host; the slot is free after the device's copy."""
-        (one, states), (two, _) = (
-            self.arrive(9, row=1, slot=0),
-            self.arrive(9, row=2, slot=1),
-        )
+        one, _ = self.arrive(9, row=1, slot=0)
+        two, _ = self.arrive(9, row=2, slot=1)
         self.assertEqual(
             one.dspark_tail.hidden_states.data_ptr(),
             self.room.hidden_states[0].data_ptr(),

@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 
+from sglang.srt.disaggregation.agreement.decode_side import PrefillPeer
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import admission
-from sglang.srt.disaggregation.agreement.decode_side import PrefillPeer
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
@@ -478,9 +478,7 @@ class TestPrefillSide(TailCase):
     def test_dropped_layer_is_refused(self):
         tail = self.prefill()
         with self.assertRaisesRegex(RuntimeError, r"expected at least 3 tokens of 12"):
-            tail.take(
-                make_batch((make_req(3), 0, 3)), torch.zeros(3, WIDTH - HIDDEN)
-            )
+            tail.take(make_batch((make_req(3), 0, 3)), torch.zeros(3, WIDTH - HIDDEN))
 
     def test_room_keeps_64_bits(self):
         tail = self.prefill()

@@ -400,7 +400,11 @@ class TestFacts(CustomTestCase):
             ({rules.CAPTURE: "1"}, True),
             ({}, False),
         ):
-            for role, algorithm in (("prefill", None), ("prefill", "DSPARK"), ("decode", None)):
+            for role, algorithm in (
+                ("prefill", None),
+                ("prefill", "DSPARK"),
+                ("decode", None),
+            ):
                 args = {"speculative_algorithm": algorithm}
                 facts = rules.facts_from(args, environ, TARGET, SLIDING, role)
                 expected = captures and (role, algorithm) == ("prefill", None)
