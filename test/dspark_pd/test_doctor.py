@@ -350,17 +350,12 @@ TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
 OWN_CHECKS = {
     "DOC-ROLE": ("--disaggregation-mode decode", "", "", ""),
     "DOC-CHECKSUM": ("--disaggregation-enable-kv-checksum", "", "", ""),
-    "DOC-CHECKSUM-TAIL": (
-        "--disaggregation-enable-kv-checksum",
-        CAPTURE,
-        "{draft}",
-        TAIL,
-    ),
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
     "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --tp 2 --attn-dp-size 2", ""),
     "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
-    "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
+    "DOC-RUST-SERVER": ("{draft}", "SGLANG_RUST_SERVER=1", "{draft}", ""),
+    "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", ""),
     "DOC-HICACHE-FOLDER": ("--hicache-storage-backend file", "", "", ""),
     "DOC-HICACHE-LAYOUT": (
         "--hicache-mem-layout page_first_direct --hicache-io-backend kernel",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
-from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, HICACHE_FOLDER
+from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, HICACHE_FOLDER, ON, RUST_SERVER
 from dspark_pd.doctor.releases import released, served_by, serves
 
 
@@ -90,15 +90,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "the KV checksum is enabled on one engine only",
         "transferred KV is not verified",
         "give --disaggregation-enable-kv-checksum to both or to none",
-        lambda p, d: p.mode != "tail" and _checksum_on_one(p, d),
-    ),
-    Check(
-        "DOC-CHECKSUM-TAIL",
-        ERROR,
-        "the KV checksum is enabled on one engine only, and prefill hands over a tail",
-        "metadata buffers are paired by position, and the positions differ",
-        "give --disaggregation-enable-kv-checksum to both or to none",
-        lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
+        _checksum_on_one,
     ),
     Check(
         "DOC-DTYPE",
@@ -140,6 +132,15 @@ CHECKS: Final[tuple[Check, ...]] = (
         "its staged batches cannot carry DSPARK's draft input",
         "run decode without --enable-hisparse",
         lambda p, d: d.drafts and d.has("enable_hisparse"),
+    ),
+    Check(
+        "DOC-RUST-SERVER",
+        WARNING,
+        f"prefill runs DSPARK with {RUST_SERVER}, whose bootstrap registry passes no "
+        "description on",
+        "decode cannot check prefill, and refuses it unless it accepts a cold draft",
+        f"unset {RUST_SERVER} on prefill",
+        lambda p, d: p.drafts and (p.environ or {}).get(RUST_SERVER, "0") in ON,
     ),
     Check(
         "DOC-TAIL-RADIX",

@@ -148,6 +148,10 @@ class Pair:
         return need is None or (have is not None and have < need)
 
     @property
+    def must_cover(self) -> bool:
+        return bool(look_up(self.decode, "dspark.must_cover"))
+
+    @property
     def short_tail_allowed(self) -> bool:
         """Both engines accept a short tail, of a length that they can start with.
 
@@ -249,7 +253,6 @@ def _checksum_on_one_engine(pair: Pair) -> bool:
     shorter, longer = sorted((aux or [] for aux in pair.both("aux")), key=len)
     return (
         pair.described
-        and pair.prefill_mode != "tail"
         and len(longer) == len(shorter) + 1
         and longer[:-1] == shorter
         and longer[-1].partition(":")[0] == CHECKSUM_BUFFER
@@ -271,11 +274,6 @@ def _aux_layouts_clash(pair: Pair) -> bool:
 
 def _algorithms_clash(pair: Pair) -> bool:
     return pair.differ("algorithm") and "DSPARK" in pair.both("algorithm")
-
-
-def _decode_ignores_tail(pair: Pair) -> bool:
-    modes = (pair.prefill_mode, pair.decode.get("mode"))
-    return pair.described and pair.decode_drafts and modes == ("tail", "native")
 
 
 def _draft_only_on_prefill(pair: Pair) -> bool:
@@ -452,7 +450,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "buffers",
         "run the same --speculative-algorithm; enable "
         "SGLANG_ENABLE_DISAGG_SAMPLING_MASK and the DSA top-k buffer on both engines or "
-        "on none, and with a tail --disaggregation-enable-kv-checksum as well",
+        "on none",
     ),
     Rule(
         "PD-AUX-CHECKSUM",
@@ -523,9 +521,8 @@ DRAFT_RULES: tuple[Rule, ...] = (
         lambda p: p.cold and not p.cold_allowed and not _draft_hides_values(p),
         "decode runs DSPARK, and prefill neither runs DSPARK nor captures hidden states",
         COLD,
-        f"{_DRAFT_ON_PREFILL}, or capture the prompt's tail on prefill with {CAPTURE}=1 "
-        f"(and {TAIL_TOKENS} on both engines), or accept a cold draft with "
-        f"{ALLOW_COLD_DRAFT}=1 on decode",
+        f"{_DRAFT_ON_PREFILL}, or capture the prompt's tail on prefill with {CAPTURE}=1, "
+        f"or accept a cold draft with {ALLOW_COLD_DRAFT}=1 on decode",
     ),
     Rule(
         "PD-COLD-DRAFT-ALLOWED",
@@ -569,12 +566,14 @@ DRAFT_RULES: tuple[Rule, ...] = (
     Rule(
         "PD-MODE",
         REFUSE,
-        "mode",
-        _decode_ignores_tail,
-        "prefill hands over a tail of hidden states that decode does not expect",
-        "decode would ignore the tail and draft without context",
-        f"set {TAIL_TOKENS} on decode to prefill's value, or run DSPARK on prefill "
-        f"without {CAPTURE}",
+        "dspark.no_tail",
+        lambda p: (
+            p.described and p.decode_drafts and p.prefill_mode == "tail" and not p.tail
+        ),
+        "prefill hands over a tail of hidden states that decode cannot take",
+        "the draft would start without context",
+        "change on decode what is named there, or run DSPARK on prefill",
+        absent="nothing",
     ),
     _equal(
         "PD-DRAFT-GEOMETRY",
@@ -660,18 +659,9 @@ DRAFT_RULES: tuple[Rule, ...] = (
     _equal(
         "PD-TAIL-TOKENS",
         "dspark.tail_tokens",
-        "the engines disagree on the length of the tail",
-        "metadata slots are addressed with prefill's length, so hidden states would "
-        "land in another request's slot",
-        f"set the same {TAIL_TOKENS} on both engines",
-        when="tail",
-    ),
-    _equal(
-        "PD-TAIL-ROW-BYTES",
-        "dspark.row_bytes",
-        "the engines disagree on the bytes of one token's hidden states",
-        "hidden states would land in another request's slot",
-        f"give both engines the same --dtype, target model and {LAYER_IDS}",
+        "decode was told to take tails of another length",
+        "none of its requests would get the context that it was started for",
+        f"unset {TAIL_TOKENS} on decode, or set prefill's value there",
         when="tail",
     ),
     Rule(
@@ -681,21 +671,31 @@ DRAFT_RULES: tuple[Rule, ...] = (
         lambda p: p.short_tail and not p.short_tail_allowed,
         "the tail is shorter than the context that the draft reads",
         _SHORT_CONTEXT,
-        f"raise {TAIL_TOKENS} on both engines (-1 = what the draft's window needs), run "
-        "DSPARK on prefill (the only exact way for a full-attention draft), or accept "
-        f"it with {ALLOW_PARTIAL_CONTEXT}=1 and a number of tokens (not -1) in "
-        f"{TAIL_TOKENS}, both on both engines",
-        # Flags alone do not resolve -1, which leaves the length to the draft's window.
-        absent="-1",
+        "name the draft on prefill (--speculative-draft-model-path without "
+        f"--speculative-algorithm reads its config only), or the window in {TAIL_TOKENS}; "
+        "run DSPARK on prefill (the only exact way for a full-attention draft); or accept "
+        f"it with {ALLOW_PARTIAL_CONTEXT}=1 on both engines and a number of tokens "
+        f"(not -1) in {TAIL_TOKENS} on prefill",
+        absent="not set",
     ),
     Rule(
         "PD-TAIL-WINDOW-ALLOWED",
         WARN,
         "dspark.tail_tokens",
-        lambda p: p.short_tail and p.short_tail_allowed,
+        lambda p: p.short_tail and p.short_tail_allowed and not p.must_cover,
         f"the tail is shorter than the draft's context ({ALLOW_PARTIAL_CONTEXT}=1)",
         _SHORT_CONTEXT,
-        f"raise {TAIL_TOKENS} on both engines",
+        f"raise {TAIL_TOKENS} on prefill",
+    ),
+    Rule(
+        "PD-TAIL-COVER",
+        REFUSE,
+        "dspark.must_cover",
+        lambda p: p.short_tail and p.short_tail_allowed and p.must_cover,
+        "the tail is too short, and decode cannot clear draft KV of what is missing",
+        "the draft would read KV of other requests",
+        f"raise {TAIL_TOKENS} on prefill, or change on decode what is named there",
+        absent="nothing",
     ),
     Rule(
         "PD-TAIL-CP",
