@@ -22,7 +22,8 @@ def agreement_rules(table: Table, prose: Prose) -> str:
     parts = []
     for title, group in (
         ("Engines and target KV", rules.ENGINE_RULES),
-        ("Draft and tail", rules.DRAFT_RULES),
+        ("Draft", rules.DRAFT_RULES),
+        ("Tail", rules.TAIL_RULES),
     ):
         body = [_row(rule, prose) for rule in group]
         parts.append(f"### {title}\n\n{table(_ROW_HEADER, body)}")

@@ -29,8 +29,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = "test/registered/unit"
+HANDOFF = f"{UNIT}/speculative/dspark_components"
 CONTRACT = (
-    f"{UNIT}/speculative/dspark_components/test_disagg_first_decode.py",
+    f"{HANDOFF}/test_disagg_draft_input.py",
+    f"{HANDOFF}/test_disagg_first_decode.py",
+    f"{HANDOFF}/test_disagg_start_up.py",
     "test/dspark_pd/test_flag_spellings.py",
 )
 FIRST_STEP = f"{CONTRACT[0]}::TestFirstDecodeStep"

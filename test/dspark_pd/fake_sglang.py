@@ -255,6 +255,7 @@ def overlay_files() -> dict[str, str]:
     )
     return {
         "components.yml": _COMPONENTS,
+        "series.yml": _SERIES,
         "overlay.yml": _MODULES,
         "releases.yml": "".join(f'- "{release}"\n' for release in RELEASES),
         "srt/managers/relay.py.hunks.yml": f"{keep}---\n{keep_old}",
@@ -273,24 +274,37 @@ def overlay_files() -> dict[str, str]:
 
 _COMPONENTS = """\
 native:
-  title: "[PD] Keep what nobody stored"
-  motivation: Made up for a test.
+  title: Keep what nobody stored
 robustness:
-  title: "[PD] Nothing"
-  motivation: Made up for a test.
+  title: Nothing
 agreement:
-  title: "[PD] Check the settings"
-  motivation: Made up for a test.
+  title: Check the settings
   needs: [native]
 handoff:
-  title: "[PD] Nothing either"
-  motivation: Made up for a test.
+  title: Nothing either
   needs: [agreement]
 cpu:
   title: Accept a device that was named
-  motivation: Made up for a test.
   needs: [native]
 """
+_SERIES = "".join(
+    f"""\
+- name: {name}
+  step: {step}
+  component: {component}
+  title: "{title}"
+  motivation: Made up for a test.
+"""
+    for step, (name, component, title) in enumerate(
+        (
+            ("keep", "native", "[PD] Keep what nobody stored"),
+            ("check", "agreement", "[PD] Check the settings"),
+            ("empty", "handoff", "[PD] Nothing either"),
+            ("device", "cpu", "Accept a device that was named"),
+        ),
+        1,
+    )
+)
 _MODULES = """\
 - path: srt/managers/relay_guard.py
   component: native

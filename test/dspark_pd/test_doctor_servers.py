@@ -97,7 +97,7 @@ def test_what_a_running_prefill_publishes_counts_most(serve, run: Run) -> None:
 def test_a_prefill_without_this_agreement_is_named(serve, run: Run) -> None:
     prefill, decode = serve({"tp_size": 1}), serve({"tp_size": 1})
     outcome = run("doctor", "--prefill", prefill, "--decode", decode, "--json")
-    assert "DOC-UNPATCHED" in [f["code"] for f in outcome.data["findings"]]
+    assert "DOC-UNDESCRIBED" in [f["code"] for f in outcome.data["findings"]]
 
 
 SHOWN = {
@@ -135,16 +135,16 @@ def test_a_patched_engine_and_one_that_is_not(serve, run: Run) -> None:
     """As the patched one will see it."""
     stock = {"speculative_algorithm": "DSPARK", "page_size": 64}
     patched, unpatched = serve(showing(SHOWN)), serve(showing(None, **stock))
-    assert codes_of(run, unpatched, patched)[0] == "PD-UNPATCHED-PREFILL"
+    assert codes_of(run, unpatched, patched)[0] == "PD-UNDESCRIBED-PREFILL"
     both = codes_of(run, patched, unpatched)
-    assert "DOC-UNPATCHED" in both
+    assert "DOC-UNDESCRIBED" in both
 
 
 def test_two_engines_without_the_agreement_are_compared(serve, run: Run) -> None:
     drafts = serve(showing(None, speculative_algorithm="DSPARK"))
     codes = codes_of(run, serve(showing(None)), drafts)
     assert codes[0] == "PD-COLD-DRAFT"
-    assert codes.count("DOC-UNPATCHED") == 2
+    assert codes.count("DOC-UNDESCRIBED") == 2
 
 
 # -- what is no engine, or no engine yet ------------------------------------------------
@@ -321,7 +321,7 @@ def test_a_release_without_the_agreement_is_not_told_to_apply(serve, run: Run) -
     fixes = {}
     for address in (old, new):
         outcome = run("doctor", "--prefill", address, "--decode", address)
-        found = [f for f in outcome.data["findings"] if f["code"] == "DOC-UNPATCHED"]
+        found = [f for f in outcome.data["findings"] if f["code"] == "DOC-UNDESCRIBED"]
         fixes[address] = found[0]["fix"]
     assert fixes[new].startswith("apply sglang-dspark-pd")
     assert fixes[old].startswith("run one of SGLang 0.5.20 to 0.5.23")

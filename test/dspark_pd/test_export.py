@@ -11,7 +11,7 @@ import pytest
 
 import fake_sglang
 from dspark_pd.export import formatter
-from dspark_pd.export.contents import USER_PAGE, docs_of, for_sglang
+from dspark_pd.export.pages import OURS, PAGE, for_sglang, page_of
 from dspark_pd.patchset.patch_set import load_patch_set
 from outcome import Run
 from test_docs import slug
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.unit
 
 TEST_FILE = "test/registered/unit/agreement/test_rules.py"
 HELPER = "test/registered/unit/agreement/rule_fixtures.py"
+HELPER_THERE = "python/sglang/test/rule_fixtures.py"
+ENTRY = '{"pages": [\n    "docs/advanced_features/pd_disaggregation"\n]}\n'
 OTHER = "test/registered/unit/managers/test_other.py"
 OPEN, CLOSE = "{/* repository only */}", "{/* end of repository only */}"
 
@@ -37,7 +39,11 @@ def git(root: Path, *arguments: str, stdin: bytes | None = None) -> str:
 
 
 def make_checkout(
-    root: Path, release: str = "1.1.0", hooks: str = "", navigation: str = ""
+    root: Path,
+    release: str = "1.1.0",
+    hooks: str = "",
+    docs: str = "docs",
+    navigation: str = ENTRY,
 ) -> Path:
     for path, text in fake_sglang.files_of(release).items():
         place = root / "python" / "sglang" / path
@@ -46,9 +52,9 @@ def make_checkout(
     (root / "python/sglang/_version.py").unlink()
     if hooks:
         (root / ".pre-commit-config.yaml").write_text(hooks)
-    if navigation:
-        (root / "docs_new").mkdir()
-        (root / "docs_new/docs.json").write_text(navigation)
+    if docs:
+        (root / docs).mkdir()
+        (root / docs / "docs.json").write_text(navigation)
     git(root, "init", "-q", "-b", "master")
     git(root, "add", ".")
     git(root, "commit", "-qm", "start")
@@ -70,7 +76,7 @@ def repository(overlay: Path) -> Path:
         "from sglang.srt.agreement import rules\n\n\ndef test_it( ):\n    assert X\n",
         HELPER: "X = 1\n",
         OTHER: "def test_nothing():\n    pass\n",
-        "docs_new/docs/advanced_features/dspark_pd.mdx": "# A page\n",
+        f"{OURS}/{PAGE}": "# A page\n",
     }
     for path, text in texts.items():
         place = root / path
@@ -80,26 +86,27 @@ def repository(overlay: Path) -> Path:
 
 
 def export(run: Run, checkout: Path, *more: object) -> dict[str, set[str]]:
-    """Return the files of each commit by its component."""
+    """Return the files of each commit by its name."""
     named = ["--component", "native", "--component", "agreement", *more]
     outcome = run("export", checkout, *named)
     assert outcome.code == 0, outcome.out
-    return {c["component"]: set(c["files"]) for c in outcome.data["commits"]}
+    return {c["commit"]: set(c["files"]) for c in outcome.data["commits"]}
 
 
-def test_one_commit_per_component(run: Run, checkout: Path) -> None:
+def test_the_commits_are_those_of_the_series(run: Run, checkout: Path) -> None:
     commits = export(run, checkout, "--out", "dspark")
-    assert list(commits) == ["native", "agreement"]
-    assert commits["native"] == {
+    assert list(commits) == ["keep", "check"]
+    assert commits["keep"] == {
         "python/sglang/srt/managers/relay.py",
         "python/sglang/srt/managers/relay_guard.py",
+        f"docs/{PAGE}",
+        "docs/docs.json",
     }
-    assert commits["agreement"] == {
+    assert commits["check"] == {
         "python/sglang/srt/agreement/rules.py",
         "python/sglang/srt/start.py",
-        "docs_new/docs/advanced_features/dspark_pd.mdx",
         TEST_FILE,
-        HELPER,
+        HELPER_THERE,
     }
     subjects = git(checkout, "log", "--format=%s", "--reverse", "master..dspark")
     assert subjects.splitlines() == [
@@ -111,10 +118,20 @@ def test_one_commit_per_component(run: Run, checkout: Path) -> None:
 def test_the_message_has_the_parts_of_a_pull_request(run: Run, checkout: Path) -> None:
     export(run, checkout, "--out", "dspark")
     body = git(checkout, "log", "-1", "--format=%b", "dspark")
-    parts = ["## Motivation", "## Modifications", "## Tests", "## How verified"]
+    parts = [
+        f"## {part}"
+        for part in (
+            "Motivation",
+            "Modifications",
+            "Accuracy Tests",
+            "Speed Tests and Profiling",
+            "Checklist",
+        )
+    ]
     places = [body.index(part) for part in parts]
     assert places == sorted(places)
     assert "Made up for a test." in body
+    assert "Not measured: no part of this series was run on a GPU." in body
     assert f"python3 {TEST_FILE}" in body
     assert "`srt/start.py`: check the settings before anything starts" in body
 
@@ -129,19 +146,74 @@ def test_the_work_tree_is_left_alone(run: Run, checkout: Path) -> None:
     assert "check_settings(settings)" in shown
 
 
+def test_upto_ends_the_series_early(run: Run, checkout: Path) -> None:
+    assert list(export(run, checkout, "--out", "one", "--upto", "keep")) == ["keep"]
+    outcome = run("export", checkout, "--upto", "keeb")
+    assert (outcome.code, outcome.codes) == (2, ["U002"])
+    assert "keep" in outcome.document["errors"][0]["expected"]
+
+
+def test_lines_of_a_later_commit_come_with_it(
+    run: Run, checkout: Path, overlay: Path
+) -> None:
+    guard = overlay / "srt/managers/relay_guard.py"
+    old, later = "# export: only <1.1.0\nOLD = 1\n", "# export: from check\nLATER = 1\n"
+    guard.write_text(guard.read_text() + "\n\n" + old + later)
+    export(run, checkout, "--out", "dspark")
+    path = "python/sglang/srt/managers/relay_guard.py"
+    assert "LATER" not in git(checkout, "show", f"dspark~1:{path}")
+    assert "LATER" in git(checkout, "show", f"dspark:{path}")
+    assert "OLD" not in git(checkout, "show", f"dspark:{path}")
+    assert "export:" not in git(checkout, "diff", "master", "dspark")
+    body = git(checkout, "log", "-1", "--format=%b", "dspark")
+    assert "- `srt/managers/relay_guard.py`: " in body
+
+
+def test_helpers_lie_where_sglang_wants_no_registry_call(
+    run: Run, checkout: Path
+) -> None:
+    export(run, checkout, "--out", "dspark")
+    assert "X = 1" in git(checkout, "show", f"dspark:{HELPER_THERE}")
+    test = git(checkout, "show", f"dspark:{TEST_FILE}")
+    assert "from sglang.test.rule_fixtures import X" in test
+
+
+def test_a_checkout_without_documentation_is_refused(run: Run, tmp_path: Path) -> None:
+    root = make_checkout(tmp_path / "other", docs="")
+    outcome = run("export", root)
+    assert (outcome.code, outcome.codes) == (3, ["T104"])
+    found = outcome.document["errors"][0]["found"]
+    assert "without docs/docs.json and docs_new/docs.json" in found
+
+
+def test_a_navigation_without_the_neighbour_is_said(run: Run, tmp_path: Path) -> None:
+    root = make_checkout(tmp_path / "other", navigation='{"pages": []}\n')
+    outcome = run("export", root, "--component", "native", "--out", "dspark")
+    (note,) = outcome.document["notes"]
+    assert note.startswith("docs/docs.json has no entry docs/advanced_features/pd_dis")
+    assert git(
+        root, "diff", "--name-only", "master", "dspark", "--", "docs"
+    ).split() == [f"docs/{PAGE}"]
+
+
+@pytest.mark.parametrize("docs", ["docs", "docs_new"])
 @pytest.mark.parametrize("comma", [",", ""])
-def test_the_page_is_in_the_navigation(run: Run, tmp_path: Path, comma: str) -> None:
+def test_the_page_is_in_the_navigation(
+    run: Run, tmp_path: Path, comma: str, docs: str
+) -> None:
     neighbour = '"docs/advanced_features/pd_disaggregation"'
     following = '\n    "docs/other"' if comma else ""
     text = f'{{"pages": [\n    {neighbour}{comma}{following}\n]}}\n'
-    root = make_checkout(tmp_path / "other", navigation=text)
-    export(run, root, "--out", "dspark")
-    navigation = json.loads(git(root, "show", "dspark:docs_new/docs.json"))
+    root = make_checkout(tmp_path / "other", docs=docs, navigation=text)
+    commits = export(run, root, "--out", "dspark")
+    changed = {path for files in commits.values() for path in files}
+    assert {path.split("/")[0] for path in changed} == {docs, "python", "test"}
+    navigation = json.loads(git(root, "show", f"dspark:{docs}/docs.json"))
     assert navigation["pages"][1] == "docs/advanced_features/dspark_pd"
     assert len(navigation["pages"]) == 2 + bool(comma)
 
 
-PAGE = """\
+TEXT = """\
 One.
 
 {/* repository only */}
@@ -149,6 +221,18 @@ One.
 `pip install .`
 
 {/* end of repository only */}
+
+{/* export: from check */}
+
+Two.
+
+{/* end of export */}
+
+{/* export: from empty */}
+
+Three.
+
+{/* end of export */}
 
 | a |
 |---|
@@ -160,39 +244,55 @@ One.
 def test_the_page_reads_as_one_of_sglangs(
     run: Run, checkout: Path, repository: Path
 ) -> None:
-    (repository / USER_PAGE).write_text(PAGE)
+    (repository / OURS / PAGE).write_text(TEXT)
     export(run, checkout, "--out", "dspark")
-    assert git(checkout, "show", f"dspark:{USER_PAGE}") == (
-        "One.\n\n| a |\n|---|\n| b and [c](/docs/advanced_features/dspark_pd#d) |\n"
-    )
+    table = "| a |\n|---|\n| b and [c](/docs/advanced_features/dspark_pd#d) |\n"
+    assert git(checkout, "show", f"dspark~1:docs/{PAGE}") == f"One.\n\n{table}"
+    assert git(checkout, "show", f"dspark:docs/{PAGE}") == f"One.\n\nTwo.\n\n{table}"
 
 
 @pytest.mark.parametrize("text", [OPEN, CLOSE, f"{OPEN}\n{OPEN}\n{CLOSE}"])
 def test_parts_of_a_page_are_open_and_closed(text: str) -> None:
     with pytest.raises(ValueError, match="repository only"):
-        for_sglang(text, set())
+        for_sglang(text, set(), ())
 
 
 def test_the_exported_page_needs_nothing_of_the_repository() -> None:
-    """Neither the tool nor a script, and every link has its page and heading."""
-    files = docs_of(load_patch_set(), None)
-    text = files[USER_PAGE].decode()
-    for word in (
-        "dspark-pd",
-        "scripts/",
-        "pip install",
-        "repository only",
-        "CHANGELOG",
-    ):
+    """Neither the tool nor a script, and every link has its heading."""
+    patch_set = load_patch_set()
+    text = page_of(patch_set, [commit.name for commit in patch_set.series])
+    assert text is not None
+    for word in ("dspark-pd", "scripts/", "pip install", "{/*", "CHANGELOG", "doctor"):
         assert word not in text, word
-    # What it is for is still there.
-    for word in ("--speculative-algorithm DSPARK", "spec_accept_length", "/health"):
+    # What it is for is still there: both ways, and what was verified.
+    for word in (
+        "--speculative-algorithm DSPARK",
+        "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1",
+        "spec_accept_length",
+        "/health",
+        "not run |",
+    ):
         assert word in text
     headings = {slug(found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", text):
         page, _, heading = link.partition("#")
-        known = {"", *(f"/{p[9:].removesuffix('.mdx')}" for p in files)}
-        assert page in known and (not heading or heading in headings), link
+        assert page in ("", "/" + PAGE.removesuffix(".mdx")), link
+        assert not heading or heading in headings, link
+
+
+def test_the_exported_page_has_every_variable_with_its_default() -> None:
+    patch_set = load_patch_set()
+    text = page_of(patch_set, [commit.name for commit in patch_set.series]) or ""
+    declared = {
+        line.split(" = ")[0].strip()
+        for hunk in patch_set.hunks
+        for line in hunk.data["fix"].splitlines()
+        if " = Env" in line
+    }
+    assert len(declared) >= 6
+    for name in declared:
+        (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", text, re.MULTILINE)
+        assert all(cell.strip() for cell in row.split("|")), name
 
 
 def test_new_files_are_formatted(run: Run, checkout: Path) -> None:
@@ -211,7 +311,7 @@ def test_the_checkout_names_its_formatter(
     )
     export(run, root, "--out", "dspark")
     body = git(root, "log", "-1", "--format=%b", "dspark")
-    assert f"Formatted with {name}." in body
+    assert f"Formatted with {name} and isort." in body
     assert "def test_it():" in git(root, "show", f"dspark:{TEST_FILE}")
 
 
@@ -234,9 +334,29 @@ def test_a_patch_applies_to_the_same_release(
     patch = tmp_path / "set.patch"
     export(run, checkout, "--out", patch)
     assert git(checkout, "branch", "--format=%(refname:short)").split() == ["master"]
-    git(checkout, "am", "-q", stdin=patch.read_bytes())
+    git(checkout, "am", "-q", "--keep-non-patch", stdin=patch.read_bytes())
     assert (checkout / TEST_FILE).is_file()
-    assert len(git(checkout, "log", "--format=%h").split()) == 3
+    subjects = git(checkout, "log", "--format=%s").splitlines()
+    assert subjects == [
+        "[PD] Check the settings",
+        "[PD] Keep what nobody stored",
+        "start",
+    ]
+    assert "## Motivation" in git(checkout, "log", "-1", "--format=%b")
+
+
+def test_the_branch_survives_format_patch_and_a_cherry_pick(
+    run: Run, checkout: Path
+) -> None:
+    export(run, checkout, "--out", "dspark")
+    messages = git(checkout, "log", "--format=%B", "master..dspark")
+    mail = git(checkout, "format-patch", "--stdout", "--keep-subject", "master..dspark")
+    git(checkout, "checkout", "-q", "-b", "mailed")
+    git(checkout, "am", "-q", "--keep", stdin=mail.encode())
+    assert git(checkout, "log", "--format=%B", "master..mailed") == messages
+    git(checkout, "checkout", "-q", "-b", "picked", "master")
+    git(checkout, "cherry-pick", "master..dspark")
+    assert git(checkout, "log", "--format=%B", "master..picked") == messages
 
 
 def test_a_test_without_its_modules_stays_behind(run: Run, checkout: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_lists_are_checked_too(run: Run, overlay: Path) -> None:
         ("needs: [native]", "needs: [gpu]"),
         ("needs: [native]", "needs: native"),
         ("needs: [native]", "need: [native]"),
-        ("motivation: Made up", "motive: Made up"),
+        ("title: Keep", "name: Keep"),
     ],
 )
 def test_a_wrong_component_is_refused(
@@ -169,6 +169,20 @@ def test_a_wrong_component_is_refused(
     assert run("list").codes == ["S202"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("component: native", "component: gpu"),
+        ("motivation: Made up", "motive: Made up"),
+        ("name: check", "name: keep"),
+    ],
+)
+def test_a_wrong_commit_is_refused(run: Run, overlay: Path, old: str, new: str) -> None:
+    path = overlay / "series.yml"
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert run("list").codes == ["S202"]
+
+
 def test_list_counts_drop_conditions_that_a_program_decides(run: Run) -> None:
     listed = run("list").data
     assert (listed["decidable"], len(listed["hunks"])) == (1, 3)
@@ -177,6 +191,23 @@ def test_list_counts_drop_conditions_that_a_program_decides(run: Run) -> None:
 def _whats(overlay: Path) -> str:
     problems = hygiene.check(load_patch_set(overlay))
     return "\n".join(problem.as_text() for problem in problems)
+
+
+def test_where_a_commit_is_missing_is_said(overlay: Path, repository: Path) -> None:
+    """A component of several commits: a module has to name its own."""
+    series = overlay / "series.yml"
+    text = series.read_text()
+    more = text.partition("- name: check")[0].replace("name: keep", "name: keep-more")
+    series.write_text(more + text)
+    whats = _whats(overlay)
+    assert "the commit of srt/managers/relay_guard.py" in whats
+    assert "commit in overlay.yml: one of keep-more, keep (series.yml)" in whats
+    modules = overlay / "overlay.yml"
+    named = "component: native\n  commit: keep-more"
+    modules.write_text(modules.read_text().replace("component: native", named))
+    assert _whats(overlay) == ""
+    modules.write_text(modules.read_text().replace("keep-more", "check"))
+    assert "one of component native" in _whats(overlay)
 
 
 @pytest.fixture

@@ -82,14 +82,14 @@ REMARKS: Final[dict[str, Finding]] = {
         "start it with --disaggregation-mode prefill",
     ),
     "unpatched": Finding(
-        "DOC-UNPATCHED",
+        "DOC-UNDESCRIBED",
         WARNING,
         "{role} shows no description of itself (SGLang without sglang-dspark-pd)",
         _NO_AGREEMENT,
         "apply sglang-dspark-pd to it and restart it",
     ),
     "no agreement": Finding(
-        "DOC-UNPATCHED",
+        "DOC-UNDESCRIBED",
         WARNING,
         "{role} runs SGLang {release}, on which engines do not describe themselves, "
         "with or without sglang-dspark-pd",

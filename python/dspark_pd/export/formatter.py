@@ -18,6 +18,10 @@ _TIMEOUT_S: Final = 60
 _HOOKS_FILE: Final = ".pre-commit-config.yaml"
 _PINS_FILE: Final = "requirements/check.txt"
 _LAST_WITH_BLACK: Final = Version("0.5.18")
+_ISORT: Final = (
+    'lint.isort.known-first-party=["sglang"]',
+    "lint.isort.split-on-trailing-comma=false",
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Formatter:
 
     name: str
     program: str
+    sorter: str
     root: Path
 
     def format(self, path: str, source: bytes) -> bytes:
@@ -33,7 +38,17 @@ class Formatter:
         command = [self.program, "-q"]
         if self.name == "ruff":
             command = [self.program, "format", "-q"]
-        command += ["--stdin-filename", path, "-"]
+        return self._run(self.name, [*command, "--stdin-filename", path, "-"], source)
+
+    def sort(self, path: str, source: bytes) -> bytes:
+        """Return ``source`` with the imports that it uses, in isort's order."""
+        command = [self.sorter, "check", "-q", "--isolated", "--select", "I,F401"]
+        command += ["--fix", "--exit-zero"]
+        for setting in _ISORT:
+            command += ["--config", setting]
+        return self._run("ruff", [*command, "--stdin-filename", path, "-"], source)
+
+    def _run(self, name: str, command: list[str], source: bytes) -> bytes:
         done = subprocess.run(
             command,
             input=source,
@@ -43,7 +58,7 @@ class Formatter:
             check=False,
         )
         if done.returncode != 0:
-            _refuse(self.name, done.stderr.decode(errors="replace").strip()[-300:])
+            _refuse(name, done.stderr.decode(errors="replace").strip()[-300:])
         return done.stdout
 
     def settle(self, path: str, original: bytes | None, result: bytes) -> bytes:
@@ -55,6 +70,8 @@ class Formatter:
             return result
         if original is not None and self.format(path, original) != original:
             return result
+        if original is None:
+            result = self.sort(path, result)
         return self.format(path, result)
 
 
@@ -70,11 +87,17 @@ def formatter_for(checkout: Checkout, release: Version, repository: Path) -> For
         name = "black"
     else:
         name = "black" if release <= _LAST_WITH_BLACK else "ruff"
+    program = _program(name, repository)
+    sorter = program if name == "ruff" else _program("ruff", repository)
+    return Formatter(name, program, sorter, checkout.root)
+
+
+def _program(name: str, repository: Path) -> str:
     beside = Path(sys.executable).parent / name
     program = str(beside) if beside.is_file() else shutil.which(name)
     if program is None:
         _refuse(name, "not found", _pinned(name, repository))
-    return Formatter(name, program, checkout.root)
+    return program
 
 
 def _pinned(name: str, repository: Path) -> str:

@@ -2,46 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 
 from dspark_pd.patchset.hunk import Hunk
-from dspark_pd.patchset.lists import Component, Module
+from dspark_pd.patchset.lists import Commit, Module
+
+_WIDTH = 88
 
 
 def compose(
-    purpose: Component,
-    modules: Iterable[Module],
+    commit: Commit,
+    modules: Iterable[tuple[Module, bool]],
     hunks: Iterable[Hunk],
     tests: Iterable[str],
+    verified: Sequence[Sequence[str]],
     formatter: str,
 ) -> str:
-    """Return title, motivation, modifications, tests and how they were run."""
-    added = [f"- new `{module.path}`: {module.what}" for module in modules]
+    """Return a title and the sections of SGLang's pull-request template.
+
+    Args:
+        modules: those that the commit changes, and whether they are new.
+        verified: rows of the table of what was verified where, its head first.
+    """
     changed = [
-        f"- `{hunk.target}`: {_lower_first(hunk.message)}{_link(hunk)}"
+        _item(f"{'new ' if new else ''}`{module.path}`: {module.what}")
+        for module, new in modules
+    ]
+    changed += [
+        _item(f"`{hunk.target}`: {_lower_first(hunk.message)}{_link(hunk)}")
         for hunk in hunks
     ]
-    tests = sorted(tests)
-    listed = [f"- `{path}`" for path in tests] or ["- none of its own"]
-    runs = [f"python3 {path}" for path in tests if "/test_" in path]
+    runs = [f"    python3 {path}" for path in sorted(tests) if "/test_" in path]
     sections = {
-        "Motivation": [purpose.motivation.strip()],
-        "Modifications": [*added, *changed],
-        "Tests": listed,
-        "How verified": [
-            *(["Run on a CPU, without weights:", "", *_indented(runs)] if runs else []),
-            "",
-            f"Formatted with {formatter}.",
+        "Motivation": [commit.motivation.strip()],
+        "Modifications": changed,
+        "Accuracy Tests": [
+            *_verified(verified),
+            *(["Unit tests, on a CPU and without weights:", "", *runs] if runs else []),
+        ],
+        "Speed Tests and Profiling": [
+            "Not measured: no part of this series was run on a GPU."
+        ],
+        "Checklist": [
+            f"- [x] Formatted with {formatter} and isort.",
+            f"- [{'x' if runs else ' '}] Unit tests are added and registered for CI.",
+            "- [x] Documentation is updated.",
+            "- [ ] Accuracy and speed on a GPU.",
         ],
     }
-    text = [purpose.title]
+    text = [commit.title]
     for heading, lines in sections.items():
         text += ["", f"## {heading}", "", *lines]
     return "\n".join(text).replace("\n\n\n", "\n\n") + "\n"
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+def _verified(rows: Sequence[Sequence[str]]) -> list[str]:
+    if len(rows) < 2:
+        return []
+    head, *claims = rows
+    lines = []
+    for claim, *found in claims:
+        places = zip(head[1:], found, strict=True)
+        told = "; ".join(f"{place}: {what}" for place, what in places)
+        lines.append(_item(f"{claim}. {told}"))
+    return ["With the whole series applied:", "", *lines, ""]
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent="- ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _lower_first(text: str) -> str:

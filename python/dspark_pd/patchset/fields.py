@@ -125,5 +125,6 @@ _METADATA: Final[_Table] = {
         _drop_when,
     ),
     "calls": (False, "sglang.<module>.<function> of the overlay", _matches(_DOTTED)),
+    "commit": (False, "a commit of series.yml", _text),
     "proved_by": (True, "test/<file>.py::<class>::<test>", _matches(_TEST_ID)),
 }

@@ -16,6 +16,7 @@ from dspark_pd.patchset.hunk import Hunk
 from dspark_pd.patchset.lists import MODULES_FILE, Module, with_needs
 from dspark_pd.patchset.patch_set import PatchSet, contradiction
 from dspark_pd.patchset.python_source import defines, imported, module_name
+from dspark_pd.patchset.series import problems_of
 
 
 def check(patch_set: PatchSet) -> list[Problem]:
@@ -25,6 +26,7 @@ def check(patch_set: PatchSet) -> list[Problem]:
         *_module_problems(patch_set),
         *_reach_problems(patch_set),
         *_need_problems(patch_set),
+        *problems_of(patch_set),
         *(p for hunk in patch_set.hunks for p in _call_problems(patch_set, hunk)),
         *(p for hunk in patch_set.hunks for p in _proof_problems(hunk, repository)),
         *(p for hunk in patch_set.hunks for p in _record_problems(hunk)),

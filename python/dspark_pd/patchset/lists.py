@@ -1,4 +1,5 @@
-"""The lists of the overlay: components, our modules, the releases they were proved on.
+"""The lists of the overlay: components, our modules, the releases they were proved on,
+and the commits of an export.
 
 ``components.yml`` names components in the order in which they build on each other: one
 needs only such as stand before it.
@@ -20,6 +21,7 @@ from dspark_pd.patchset.yaml_documents import load_documents
 COMPONENTS_FILE: Final = "components.yml"
 MODULES_FILE: Final = "overlay.yml"
 RELEASES_FILE: Final = "releases.yml"
+SERIES_FILE: Final = "series.yml"
 ON_REQUEST: Final = ("cpu",)
 """Components that a command means only where they are named."""
 _FORMER_NAMES: Final = {"handshake": "agreement"}
@@ -41,11 +43,10 @@ class ReleaseRange(SpecifierSet):
 
 @dataclass(frozen=True)
 class Component:
-    """``title`` and ``motivation`` are those of its commit in an export."""
+    """``title`` is its heading in the register of hunks."""
 
     name: str
     title: str
-    motivation: str
     needs: tuple[str, ...] = ()
 
 
@@ -57,7 +58,7 @@ class Module:
     """A module of ours: a path relative to ``sglang`` and its record.
 
     ``reached_by`` names the registry that loads it, for a module that neither a hunk
-    nor another module imports.
+    nor another module imports; ``commit`` the one that brings it in an export.
     """
 
     path: str
@@ -65,9 +66,21 @@ class Module:
     releases: ReleaseRange
     what: str
     reached_by: str | None = None
+    commit: str | None = None
 
     def serves(self, release: Version) -> bool:
         return self.releases.serves(release)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One commit of an export; ``step`` is the pull request that it belongs to."""
+
+    name: str
+    step: int
+    component: str
+    title: str
+    motivation: str
 
 
 def load_components(overlay: Path) -> dict[str, Component]:
@@ -78,11 +91,10 @@ def load_components(overlay: Path) -> dict[str, Component]:
         try:
             needs = tuple(item.get("needs", ()))
             component = Component(name=str(name), **{**item, "needs": needs})
-            texts = isinstance(component.title, str) and component.motivation.strip()
-            if not texts or set(needs) - set(found):
+            if not isinstance(component.title, str) or set(needs) - set(found):
                 raise ValueError(item)
         except _MALFORMED:
-            wanted = "texts title and motivation, needs that stand before it"
+            wanted = "a text title, needs that stand before it"
             _refuse(path, str(name), wanted, item)
         found[component.name] = component
     return found
@@ -108,6 +120,23 @@ def load_releases(overlay: Path) -> tuple[Version, ...]:
     if not found:
         _refuse(path, "an entry", "at least one release", "none")
     return tuple(sorted(found))
+
+
+def load_series(overlay: Path, components: Components) -> tuple[Commit, ...]:
+    """Return the commits of an export, in order; refuse with S201 or S202."""
+    path = overlay / SERIES_FILE
+    names: set[str] = set()
+
+    def read(item: dict[str, Any]) -> Commit:
+        commit = Commit(**item)
+        known = commit.component in components and commit.name not in names
+        if not known or not commit.title.strip() or not commit.motivation.strip():
+            raise ValueError(item)
+        names.add(commit.name)
+        return commit
+
+    wanted = "a name of its own, step, component, and texts title and motivation"
+    return tuple(_load(path, read, wanted))
 
 
 def _load(path: Path, read: Callable[[Any], _Item], wanted: str) -> list[_Item]:

@@ -17,11 +17,13 @@ from packaging.version import Version
 from dspark_pd.messages.errors import Problem, Refused
 from dspark_pd.patchset.hunk import HUNK_SUFFIX, Hunk, load_hunk_file
 from dspark_pd.patchset.lists import (
+    Commit,
     Components,
     Module,
     load_components,
     load_modules,
     load_releases,
+    load_series,
 )
 
 
@@ -34,6 +36,7 @@ class PatchSet:
     releases: tuple[Version, ...]
     modules: tuple[Module, ...]
     hunks: tuple[Hunk, ...]
+    series: tuple[Commit, ...]
 
     @cached_property
     def identities(self) -> dict[str, tuple[Hunk, ...]]:
@@ -85,7 +88,8 @@ def load_patch_set(overlay: Path | None = None) -> PatchSet:
     problems += _repeated_ids(hunks)
     if problems:
         raise Refused(problems)
-    patch_set = PatchSet(overlay, components, releases, modules, tuple(hunks))
+    series = load_series(overlay, components)
+    patch_set = PatchSet(overlay, components, releases, modules, tuple(hunks), series)
     problems = list(_range_problems(patch_set))
     if problems:
         raise Refused(problems)

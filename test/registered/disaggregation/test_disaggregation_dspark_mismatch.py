@@ -232,7 +232,7 @@ class TestWithoutThisSet:
         """It has no description."""
         prefill, case = others["stock-p"], "mismatch: stock prefill"
         answer = observe(shared, case, prefill, shared.decode)
-        assert_refused(shared, case, answer, "PD-UNPATCHED-PREFILL", prefill)
+        assert_refused(shared, case, answer, "PD-UNDESCRIBED-PREFILL", prefill)
 
     def test_mismatch_prefill_without_draft(self, shared: Shared, others) -> None:
         prefill, case = others["plain-p"], "mismatch: DSPARK only on decode"

@@ -1,8 +1,7 @@
 """A DeepSeek-V4 target's captured hidden states over pipeline stages, as far as a CPU goes.
 
 The model itself needs CUDA kernels; what is pinned here is the division of layers, the
-packed states between stages, where the model calls in, and the compressor rings of a
-prefill without a draft.
+packed states between stages, and where the model calls in.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from sglang.srt.mem_cache import deepseek_v4_memory_pool as pool
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
 from sglang.srt.speculative.dspark_components import pp_aux_capture as capture
+
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
     activate,
     deactivate,
@@ -26,7 +26,7 @@ from sglang.srt.speculative.dspark_components.dspark_handoff import (
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
 TOKENS, HIDDEN, LAYERS = 3, 4, 8
 
@@ -73,7 +73,7 @@ class TestDivide(CustomTestCase):
         stage = divide(make_stage(4, 6, False), [1, 7], pp_size=3)
         self.assertEqual(stage.model.dspark_layers_to_capture, [])
 
-    def test_one_stage_keeps_upstreams_setter(self):
+    def test_one_stage_keeps_sglangs_setter(self):
         stage = divide(make_stage(0, 8, True), [1, 3], pp_size=1)
         self.assertEqual(stage.model.dspark_layers_to_capture, [1, 3])
         self.assertTrue(stage.capture_aux_hidden_states)

@@ -8,6 +8,6 @@ Life cycle of a pair:
 3. Decode compares it with its own by the rules (``rules``) on first contact, refuses the
    requests of a prefill that does not fit and tells it why (``decode_side``).
 
-``rules`` and ``description`` are pure standard library: ``dspark-pd doctor`` loads them on
-machines that have neither torch nor SGLang.
+``rules`` and ``description`` are pure standard library, so that a tool can compare two
+engines on a machine that has neither torch nor SGLang.
 """

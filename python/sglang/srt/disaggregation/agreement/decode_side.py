@@ -1,12 +1,12 @@
 """Decode's side of the agreement: which prefill it works with, and how it refuses one.
 
 Life cycle of a prefill, as decode sees it:
-1. First contact: upstream fetches the prefill's topology and checks it. That runs in a
+1. First contact: SGLang fetches the prefill's topology and checks it. That runs in a
    background thread (`checks_prefill`), and the answer's header holds the prefill's
    description, which the rules judge there (`disagrees`).
-2. Accepted: the topology is in upstream's ``prefill_info_table`` and everything goes
-   upstream's way, until a heartbeat meets another instance of the bootstrap server
-   (`compare_instance`). That is a lost prefill, handled by upstream's own code.
+2. Accepted: the topology is in SGLang's ``prefill_info_table`` and everything goes
+   SGLang's way, until a heartbeat meets another instance of the bootstrap server
+   (`compare_instance`). That is a lost prefill, handled by SGLang's own code.
 3. Refused: each of its requests fails with the reason before anything is registered
    (`refuse_request`), and prefill is told once, so that it does not hold the request
    until its bootstrap timeout. Once a refusal is older than a second, the next request
@@ -39,13 +39,13 @@ from sglang.srt.disaggregation.agreement.description import (
     INSTANCE_HEADER,
 )
 from sglang.srt.disaggregation.agreement.engine_facts import own_description
-from sglang.srt.disaggregation.agreement.rules import (
+from sglang.srt.disaggregation.agreement.pair import (
     REFUSE,
-    UNPATCHED,
+    UNDESCRIBED,
     Description,
     Verdict,
-    decide,
 )
+from sglang.srt.disaggregation.agreement.rules import decide
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class PrefillPeer:
 class PrefillPeers(dict[str, PrefillPeer]):
     """All prefills that requests of this decode have named, by bootstrap address.
 
-    Upstream keeps as many topologies: one for each bootstrap address it has met.
+    SGLang keeps as many topologies: one for each bootstrap address it has met.
     """
 
     def __init__(self) -> None:
@@ -156,9 +156,9 @@ _Fetch = Callable[["CommonKVManager", str], bool]
 
 
 def checks_prefill(fetch: _Fetch) -> _Fetch:
-    """Decorate upstream's fetch and check of a prefill, called by decode's scheduler.
+    """Decorate SGLang's fetch and check of a prefill, called by decode's scheduler.
 
-    Upstream's method blocks for up to five seconds and raises for a prefill that does
+    SGLang's method blocks for up to five seconds and raises for a prefill that does
     not fit, which ends the engine. Here it runs in a background thread, is waited for
     half a second, and what it raises is this prefill's refusal.
     """
@@ -180,7 +180,7 @@ def checks_prefill(fetch: _Fetch) -> _Fetch:
             peer.is_slow = peer.is_slow or not pending.done()
         _settle(peer, bootstrap_addr)
         if peer.refusal is not None:
-            # Upstream finds the request's DP rank there, on its way to `refuse_request`.
+            # SGLang finds the request's DP rank there, on its way to `refuse_request`.
             manager.prefill_info_table.setdefault(bootstrap_addr, peer.refusal.info)
         return bootstrap_addr in manager.prefill_info_table
 
@@ -193,9 +193,9 @@ def disagrees(
     info: PrefillServerInfo,
     response: requests.Response,
 ) -> bool:
-    """Judge a prefill by its description; True when upstream need not go on with it.
+    """Judge a prefill by its description; True when SGLang need not go on with it.
 
-    Called in the background thread, before upstream's own checks.
+    Called in the background thread, before SGLang's own checks.
 
     Args:
         info: prefill's topology, just parsed.
@@ -234,7 +234,7 @@ def judge(*, decode: Description, prefill: Description) -> list[Verdict]:
                 "prefill's description cannot be compared "
                 f"({type(error).__name__}: {error})",
                 "decode cannot check prefill",
-                "apply the same release of sglang-dspark-pd to both engines",
+                "run the same build of SGLang on both engines",
             )
         ]
 
@@ -252,7 +252,7 @@ def _description_from(response: requests.Response) -> Description | None:
         pass
     logger.error(
         "A prefill sent a description that cannot be read; it is treated as a prefill "
-        f"without sglang-dspark-pd: {header[:200]}"
+        f"without a description: {header[:200]}"
     )
     return None
 
@@ -260,7 +260,7 @@ def _description_from(response: requests.Response) -> Description | None:
 def _shown_by(info: PrefillServerInfo) -> Description:
     """The description of a prefill without this agreement, from its topology."""
     return {
-        **UNPATCHED,
+        **UNDESCRIBED,
         "page_size": info.page_size,
         "allocation_policy": getattr(info, "decode_allocation_policy", None),
         "kv_dtype": info.kv_cache_dtype,
@@ -280,10 +280,10 @@ def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
         return  # it began so late that it met the refused topology in the table
     peer.refusal = None
     if contact.info is None:
-        return  # no answer; upstream has logged why, and asks again
+        return  # no answer; SGLang has logged why, and asks again
     peer.is_slow, peer.description, reason = False, contact.description, contact.reason
     if error is not None:
-        reason = f"[PD-UPSTREAM] {error}"
+        reason = f"[PD-TOPOLOGY] {error}"
         if former is None or former.reason != reason:
             logger.error(
                 f"Refusing prefill {bootstrap_addr}: {reason}. This is one of SGLang's own "
@@ -291,7 +291,7 @@ def _settle(peer: PrefillPeer, bootstrap_addr: str) -> None:
                 exc_info=error,
             )
     if reason is not None:
-        theirs = contact.description or UNPATCHED
+        theirs = contact.description or UNDESCRIBED
         peer.refusal = Refusal(reason, time.monotonic(), contact.info, theirs)
 
 
@@ -302,7 +302,7 @@ def refuse_request(receiver: CommonKVReceiver, prefill_dp_rank: int) -> bool:
     """Fail a request whose prefill is refused; False when it may go on.
 
     The client gets the reason through the ordinary failure path. The refusal's topology
-    leaves upstream's table, so that the next request asks `checks_prefill` again.
+    leaves SGLang's table, so that the next request asks `checks_prefill` again.
     """
     manager, bootstrap_addr = receiver.kv_mgr, receiver.bootstrap_addr
     peer = peers_of(manager).get(bootstrap_addr)
@@ -316,7 +316,7 @@ def refuse_request(receiver: CommonKVReceiver, prefill_dp_rank: int) -> bool:
     manager.record_failure(receiver.bootstrap_room, refusal.reason)
     manager.update_status(receiver.bootstrap_room, KVPoll.Failed)
     receiver.conclude_state = KVPoll.Failed
-    receiver.abort_notified = True  # by the message below, in place of upstream's
+    receiver.abort_notified = True  # by the message below, in place of SGLang's
     now = time.monotonic()
     peers_of(manager).telling.submit(_tell, receiver, refusal, prefill_dp_rank, now)
     return True
@@ -352,7 +352,7 @@ def _tell_refused_request(queue: DecodePreallocQueue, req: Req, reason: str) -> 
     if not manager.try_ensure_parallel_info(address):
         return  # it does not answer, and its part of the request has failed for that
     info, now = manager.prefill_info_table[address], time.monotonic()
-    description = prefill_description(manager, address) or UNPATCHED
+    description = prefill_description(manager, address) or UNDESCRIBED
     refusal = Refusal(reason, now, info, description)
     # It knows the way to prefill. Cleared, because nothing will arrive for it.
     receiver = get_kv_class(queue.transfer_backend, KVClassType.RECEIVER)(
@@ -370,7 +370,7 @@ def explain_missing_prefill(
     """Say in a request's failure that its prefill did not answer.
 
     Args:
-        error: upstream's text, which it only logs; the client got "Aborted by AbortReq."
+        error: SGLang's text, which it only logs; the client got "Aborted by AbortReq."
     """
     reason = (
         f"[PD-NO-PREFILL] {error}, one a second. Nothing answers at this bootstrap address: "
@@ -440,7 +440,7 @@ def compare_instance(
 
     Args:
         response: a successful health answer, in the heartbeat thread. A prefill without
-            this agreement names no instance and is left to upstream.
+            this agreement names no instance and is left to SGLang.
     """
     peer = peers_of(manager).get(bootstrap_addr)
     known = peer.instance if peer is not None else None

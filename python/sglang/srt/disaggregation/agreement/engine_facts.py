@@ -9,29 +9,30 @@ in a decode. The manager carries the result with the other arguments (`own_descr
 
 from __future__ import annotations
 
+# export: only <0.5.23
 import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.agreement.description import (
     DESCRIPTION_KEY,
     describe,
-    read_config,
-    ring_ratios,
     stages_divide,
 )
+from sglang.srt.disaggregation.agreement.model_configs import read_config, ring_ratios
+from sglang.srt.disaggregation.agreement.pair import Description
 from sglang.srt.disaggregation.agreement.rules import (
     STAGES_BY_POSITION,
     STAGES_GUESSED,
     STAGES_MISSED,
-    Description,
 )
 
+# export: from tail-handoff
+from sglang.srt.disaggregation.agreement.tail import handed_over
+
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -40,14 +41,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import ServerArgs
 
-    Describer = Callable[[str, ServerArgs, ModelConfig], dict[str, Any] | None]
-
 logger = logging.getLogger(__name__)
 
-# Components that hand draft context over say here how: each gets (role, server arguments,
-# model config) and returns its part of the description with its ``mode``, or None.
-describers: list[Describer] = []
-
+# export: only <0.5.23
 _PLACING = "sglang.srt.disaggregation.common.layer_pairs"
 _ARGUMENTS = (
     "disaggregation_transfer_backend",
@@ -105,7 +101,7 @@ def show_description(scheduler: Scheduler, state: dict[str, Any]) -> None:
 def _describe_rank(scheduler, role, kv_args, queue) -> Description:
     args = _resolved_args(scheduler.server_args)
     model_config = scheduler.model_config
-    # The doctor has the file only; a config object adds defaults that it does not know.
+    # A tool has the file only; a config object adds defaults that it does not know.
     target_config = read_config(args["model_path"], args["revision"])
     target_config = target_config or model_config.hf_config.to_dict()
     description = describe(
@@ -118,11 +114,8 @@ def _describe_rank(scheduler, role, kv_args, queue) -> Description:
         ),
         environ=os.environ,
     )
-    for describer in describers:
-        handoff = describer(role, scheduler.server_args, model_config)
-        if handoff is not None:
-            description["mode"] = handoff["mode"]
-            description["dspark"] = handoff
+    # export: from tail-handoff
+    description |= handed_over(role, scheduler.server_args, model_config)
     description |= _parallel_sizes(role)
     # A rank without the draft's pool must not guess what another rank knows.
     description.pop("draft_kv_dtype", None)
@@ -181,15 +174,16 @@ def aux_layout(buffers: MetadataBuffers) -> list[str]:
 def _rings(ratios: list[str]) -> dict[str, int] | None:
     """Slots of the compressor rings by ratio, as this release's pools allocate them.
 
-    None for a model without rings, and on releases where the guess is exact.
+    None for a model without rings.
     """
     if not ratios:
         return None
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 
-    resolve = getattr(pools, "resolve_compress_state_ring_size", None)
-    if resolve is None:  # ring size does not depend on the number of draft tokens
-        return None
+    # export: only <0.5.21
+    if not hasattr(pools, "resolve_compress_state_ring_size"):
+        return None  # Ring sizes do not depend on draft tokens: the guess is exact.
+    resolve = pools.resolve_compress_state_ring_size
     return {ratio: int(resolve(int(ratio))) for ratio in ratios}
 
 
@@ -202,10 +196,15 @@ def stage_pairing(description: Description, pool: Any, kv_args: KVArgs) -> str |
     if backend not in ("nixl", "mooncake"):
         return None
     if getattr(kv_args, "mla_compression_ratios", None):
-        placed = backend == "mooncake" or _is_installed(_PLACING)
-        return STAGES_BY_POSITION if placed else STAGES_MISSED
+        # export: only <0.5.23
+        if backend == "nixl" and not _is_installed(_PLACING):
+            return STAGES_MISSED
+        return STAGES_BY_POSITION
     if description.get("attention") != "mha":
-        return STAGES_BY_POSITION if _places_mla(backend) else STAGES_MISSED
+        # export: only <0.5.21
+        if not _places_mla(backend):
+            return STAGES_MISSED
+        return STAGES_BY_POSITION
     if backend == "nixl":
         return STAGES_MISSED
     if not _is_mha_pool(pool):
@@ -215,10 +214,12 @@ def stage_pairing(description: Description, pool: Any, kv_args: KVArgs) -> str |
     return {True: STAGES_GUESSED, False: STAGES_MISSED}.get(divide)
 
 
+# export: only <0.5.23
 def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+# export: only <0.5.21
 def _places_mla(backend: str) -> bool:
     """Whether this release's backend slices a whole decode's MLA buffers by stage."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager

@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.agreement.description import (
     INSTANCE_HEADER,
 )
 from sglang.srt.disaggregation.agreement.engine_facts import own_description
-from sglang.srt.disaggregation.agreement.rules import Description
+from sglang.srt.disaggregation.agreement.pair import Description
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import (
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Each rank's own permission; not something that ranks must agree on.
-_SWITCHES = ("allow_cold_draft", "allow_partial_context")
+# Of keys for each rank's own permission; not something that ranks must agree on.
+_SWITCH = "allow_"
 _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank")
 
 
@@ -112,7 +112,7 @@ def merge_ranks(ranks: list[Description]) -> Description:
     parts = []
     for key in merged:
         values = [rank[key] for rank in ranks]
-        if key in _SWITCHES:
+        if key.startswith(_SWITCH):
             merged[key] = all(values)
         elif any(value != values[0] for value in values):
             other = next(value for value in values if value != values[0])

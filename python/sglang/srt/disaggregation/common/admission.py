@@ -1,4 +1,4 @@
-"""What a KV manager does with its peers' messages around upstream's own handling.
+"""What a KV manager does with its peers' messages around SGLang's own handling.
 
 Life cycle: `guard_socket` gives each manager one handler for its role when its socket
 is made; the socket shows it every message (see `control_threads.py`).
@@ -7,7 +7,7 @@ Prefill (`PrefillAdmission`): a registration passes the readers of its trailing 
 A room's metadata from a decode that was refused or is not registered fails that room on
 both engines, with the reason. What decode says about a room before its request is
 here waits for the request. When prefill refuses or fails a room, decodes that asked for
-it get the reason, and one that asks later gets it at once. If upstream's handling of a
+it get the reason, and one that asks later gets it at once. If SGLang's handling of a
 registration raises, it is undone, and the rooms of that decode fail with the reason.
 
 Decode (`DecodeAdmission`): when prefill says that it does not know this decode, the next
@@ -154,7 +154,7 @@ class PrefillAdmission:
         return self._admits_metadata(envelope)
 
     def on_error(self, message: list[bytes], error: Exception) -> None:
-        """Undo the registration, or fail the room, that raised in upstream's handling."""
+        """Undo the registration, or fail the room, that raised in SGLang's handling."""
         envelope = Envelope.read(message)
         if envelope is None:
             return
@@ -169,11 +169,11 @@ class PrefillAdmission:
         self._fail_on_both(
             envelope,
             f"[PD-METADATA] handling decode's metadata failed: {error}. Run the same "
-            "release of SGLang and of sglang-dspark-pd on both engines.",
+            "build of SGLang on both engines.",
         )
 
     def _admits_news(self, kind: bytes, room: bytes, text: bytes = b"") -> bool:
-        """Take what is said of a room; True for an abort, on which upstream works too."""
+        """Take what is said of a room; True for an abort, on which SGLang works too."""
         number, reason = int(room), text.decode("utf-8", errors="replace")
         asked = self.asked.pop(number, [])
         if kind == _ABORT:
@@ -229,7 +229,7 @@ class PrefillAdmission:
     def _tell(self, envelope: Envelope, reason: str) -> None:
         """Fail a room on the decode that asked for it.
 
-        Over a socket of its own: upstream keeps one for each address for ever, and a
+        Over a socket of its own: SGLang keeps one for each address for ever, and a
         refused decode may be gone.
         """
         manager = self.manager
@@ -304,7 +304,7 @@ def end_room(manager: CommonKVManager, room: int, reason: str) -> None:
     """Give decode the reason why this prefill does not serve a room, now or when it asks.
 
     Without it decode holds the room until its waiting timeout, and the client with it:
-    upstream tells decode about transfers that fail, and about nothing else.
+    SGLang tells decode about transfers that fail, and about nothing else.
     """
     address = NetworkAddress(manager.local_ip, manager.rank_port)
     message = [ROOM_ENDED, str(room).encode("ascii"), reason.encode("utf-8")]
@@ -387,7 +387,7 @@ def fail_chunk(
 ) -> bool:
     """Fail the room of a transfer chunk that raised; without a chunk, end the engine.
 
-    Takes with it what upstream's worker takes when it is done with a room. Its mark
+    Takes with it what SGLang's worker takes when it is done with a room. Its mark
     that the room may still be written to stays: no acknowledgment must be sent.
     """
     if chunk is None:
@@ -418,12 +418,12 @@ class DecodeAdmission:
         return True
 
     def on_error(self, message: list[bytes], error: Exception) -> None:
-        """Fail the room of a prefill message that raised in upstream's handling."""
+        """Fail the room of a prefill message that raised in SGLang's handling."""
         room = self._room_of(message)
         if room in self.manager.request_status:
             reason = (
                 f"[PD-STATUS] handling prefill's message failed: {error}. Run the same "
-                "release of SGLang and of sglang-dspark-pd on both engines."
+                "build of SGLang on both engines."
             )
             self.manager.record_failure(room, reason)
             self.manager.update_status(room, KVPoll.Failed)

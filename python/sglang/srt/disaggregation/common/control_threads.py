@@ -46,10 +46,10 @@ _said: set[str] = set()
 
 
 class MessageHandler(Protocol):
-    """What a manager does with its peers' messages around upstream's own handling."""
+    """What a manager does with its peers' messages around SGLang's own handling."""
 
     def admits(self, message: list[bytes]) -> bool:
-        """True when upstream is to work on `message`; may take frames off it."""
+        """True when SGLang is to work on `message`; may take frames off it."""
 
     def on_error(self, message: list[bytes], error: Exception) -> None:
         """Fail the room, or undo the registration, whose message raised."""
@@ -118,7 +118,7 @@ def survives(
 
 
 def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate upstream's change of a room's status, which several threads ask for.
+    """Decorate SGLang's change of a room's status, which several threads ask for.
 
     It reads the old status and writes the new one in two steps. Of two threads, the
     second to write undid what the first had written: a request that was opened at the
@@ -181,7 +181,7 @@ def stopping(manager: CommonKVManager) -> bool:
 
 
 def end_engine(reason: str, *, in_front_end: bool = False) -> None:
-    """Log why this engine cannot go on, and end it as upstream does for a dead scheduler.
+    """Log why this engine cannot go on, and end it as SGLang does for a dead scheduler.
 
     Args:
         in_front_end: this process is the engine's front end, which ends all others when

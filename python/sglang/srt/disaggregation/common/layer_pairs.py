@@ -26,7 +26,7 @@ def plain_mha_layer_ids(
 ) -> list[int] | None:
     """Global layer id of every registered KV buffer, or None for other pools.
 
-    Draft layers are numbered from ``num_hidden_layers`` on, like upstream does for the
+    Draft layers are numbered from ``num_hidden_layers`` on, like SGLang does for the
     pools that report ids themselves.
     """
     if not is_plain_mha(pool):
@@ -63,7 +63,7 @@ def pair_by_layer(
     """Source and destination buffers of a head-sliced transfer, paired by layer id.
 
     Args:
-        positional: upstream's own pairing, kept unless both peers report ids.
+        positional: SGLang's own pairing, kept unless both peers report ids.
 
     Raises:
         ValueError: paired buffers are not all of one shape, which the slicing assumes.
@@ -95,7 +95,7 @@ def compressed_mla_indices(
 ) -> list[int] | None:
     """Where a pipeline stage's compressed-MLA buffers sit in a whole decode's.
 
-    None where upstream's own pairing serves: no pipeline, equal counts, other pools.
+    None where SGLang's own pairing serves: no pipeline, equal counts, other pools.
 
     Raises:
         RuntimeError: paired buffers differ in size.

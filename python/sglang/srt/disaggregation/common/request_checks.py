@@ -1,6 +1,6 @@
 """Requests that an engine cannot serve are refused when they arrive.
 
-Upstream takes these to its scheduler, where they end the engine or leave the request
+SGLang takes these to its scheduler, where they end the engine or leave the request
 without an answer: a prompt without tokens, a token id that the model does not have, logprobs that do
 not exist, and a bootstrap room that another request is using. The samples of ``n`` above 1 get rooms of
 their own here, for the same reason.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # that samples go to the DP rank that has their prompt in its cache.
 _ROOM_STRIDE = 2**8 * 3**2 * 5 * 7 * 11 * 13
 _ROOMS = 2**63
-# What upstream's metadata buffers hold of a first token's top logprobs.
+# What SGLang's metadata buffers hold of a first token's top logprobs.
 _HANDOFF_TOP_LOGPROBS = 128
 
 

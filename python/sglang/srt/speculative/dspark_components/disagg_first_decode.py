@@ -2,20 +2,17 @@
 
 Life of a request on the decode engine:
 
-1. the engine starts: ``refuse_without_handoff`` turns away a speculative
-   algorithm that cannot continue a request it did not prefill;
-2. the KV of a request arrives and its batch is assembled without a forward;
-3. the algorithm rebuilds its draft input for that batch
-   (``SpeculativeAlgorithm.build_disagg_draft_input``; for releases that have no
-   DSPARK branch there, ``build_first_decode_input``);
-4. ``enter_first_decode`` checks the result: a speculative batch never goes on
+1. the KV of a request arrives and its batch is assembled without a forward;
+2. the algorithm rebuilds its draft input for that batch
+   (``SpeculativeAlgorithm.build_disagg_draft_input``);
+3. ``enter_first_decode`` checks the result: a speculative batch never goes on
    without a draft input, and under the overlap schedule its relay entries exist;
-5. the first decode step prepares that draft input like any later one. Before the
+4. the first decode step prepares that draft input like any later one. Before the
    relay is read, ``nothing_relayed`` answers whether there is anything to read.
 
-Step 4 enforces the contract for every algorithm. What broke without it: the first
+Step 3 enforces the contract for every algorithm. What broke without it: the first
 decode step dereferenced a missing draft input and took the scheduler down with every
-running request. Step 5 covers inputs that did not come through a handoff: reading a relay
+running request. Step 4 covers inputs that did not come through a handoff: reading a relay
 entry that is not the request's would return the token of the request that used it
 before, and the text would be wrong without any error.
 """
@@ -25,38 +22,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:
-    import torch
 
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.spec_info import SpecInput, SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-
-
-def build_first_decode_input(
-    batch: ScheduleBatch,
-    last_tokens: torch.Tensor,
-    future_map: FutureMap,
-) -> SpecInput:
-    """Return the DSPARK draft input of a batch that was prefilled elsewhere.
-
-    ``last_tokens`` is int64 of shape ``[batch]``: the token prefill sampled, at
-    position ``batch.seq_lens`` of each request. The draft context itself is not
-    part of the input: it is the draft KV that arrived with the target KV.
-
-    Serves releases whose dispatch lacks the branch (0.5.16; upstream added its
-    own in 0.5.17).
-    """
-    from sglang.srt.speculative.dspark_components.dspark_draft import (
-        make_next_draft_input,
-    )
-
-    draft_input = make_next_draft_input(
-        bonus_tokens=last_tokens, new_seq_lens=batch.seq_lens
-    )
-    relay_first_decode(batch, draft_input, future_map)
-    return draft_input
+    from sglang.srt.speculative.spec_info import SpecInput
 
 
 def relay_first_decode(
@@ -132,51 +101,3 @@ def nothing_relayed(draft_input: SpecInput, batch: ScheduleBatch) -> bool:
 def _carries_first_token(draft_input: SpecInput, num_reqs: int) -> bool:
     columns = (draft_input.bonus_tokens, getattr(draft_input, "new_seq_lens", None))
     return all(column is not None and len(column) == num_reqs for column in columns)
-
-
-def refuse_without_handoff(
-    algorithm: SpeculativeAlgorithm | CustomSpecAlgo | None, server_args: ServerArgs
-) -> None:
-    """Refuse at start-up a decode engine whose algorithm cannot take a handoff.
-
-    Raises:
-        ValueError: ``--disaggregation-mode decode`` with a speculative algorithm
-            that rebuilds no draft input for a request prefilled elsewhere.
-    """
-    if algorithm is None or algorithm.is_none():
-        return
-    if server_args.disaggregation_mode != "decode" or takes_handoff(algorithm):
-        return
-    raise ValueError(
-        f"--speculative-algorithm {algorithm.name} cannot run with "
-        "--disaggregation-mode decode: this release does not rebuild its draft "
-        "input for a request that another engine prefilled, so the first decode "
-        "step would have none. Use DSPARK or an EAGLE algorithm on the decode "
-        "engine, drop --speculative-algorithm there, or serve without "
-        "--disaggregation-mode."
-    )
-
-
-def takes_handoff(algorithm: SpeculativeAlgorithm | CustomSpecAlgo) -> bool:
-    """Whether the algorithm rebuilds its draft input after a handoff.
-
-    A registered algorithm does if its class has a builder of its own.
-    """
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-
-    if isinstance(algorithm, CustomSpecAlgo):
-        builder = type(algorithm).build_disagg_draft_input
-        return builder is not CustomSpecAlgo.build_disagg_draft_input
-    if algorithm.is_dflash():
-        return _builds_dflash_input()
-    return algorithm.is_eagle() or algorithm.is_dspark()
-
-
-def _builds_dflash_input() -> bool:
-    try:  # since 0.5.20
-        from sglang.srt.speculative.dflash_disaggregation import (  # noqa: F401
-            build_dflash_disagg_draft_input,
-        )
-    except ImportError:
-        return False
-    return True

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         TailLayout,
         TailSlots,
     )
-    from sglang.srt.speculative.dspark_components.pp_aux_capture import StageShare
 
 
 class HandoffConfigError(ValueError):
@@ -96,10 +95,9 @@ class Handoff:
         tail: rows of hidden states: of the last stage of a capturing prefill, and of a
             decode that has met one.
         peers: where decodes keep their rows, by agent name or session id. Kept as long
-            as upstream keeps a registration, which it never drops by age.
+            as SGLang keeps a registration, which it never drops by age.
         draft: decode's draft, whose context is written or cleared here.
         slots: decode's metadata slots.
-        stage: a pipeline stage's share of the captured layers.
         peer_draft_tokens: tokens the decode of a DeepSeek-V4 prefill verifies at once.
     """
 
@@ -108,7 +106,6 @@ class Handoff:
     peers: dict[str, TailLayout] = dataclasses.field(default_factory=dict)
     draft: Draft | None = None
     slots: TailSlots | None = None
-    stage: StageShare | None = None
     peer_draft_tokens: int = 0
 
 

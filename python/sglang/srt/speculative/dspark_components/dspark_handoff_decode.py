@@ -76,7 +76,7 @@ class Draft:
         shape: hidden states it is made from, and how many tokens it reads before a
             position.
         no_tail: why this decode takes no tail. A request without draft KV is left as
-            upstream leaves it then.
+            SGLang leaves it then.
         pinned_tokens: the only length of a tail that this decode takes.
         shares_slots: whether requests share token slots of a common prefix.
     """
@@ -174,7 +174,7 @@ def _agreed(problem: str | None, group: torch.distributed.ProcessGroup) -> str |
 def _brought_draft_kv(decode_req: DecodeRequest) -> bool:
     """Whether a request without a header got its draft KV with the target KV.
 
-    Prefill's description says so. Without one, decode does as upstream.
+    Prefill's description says so. Without one, decode does as SGLang.
     """
     if current().draft.no_tail is not None:
         return True
@@ -222,7 +222,7 @@ def _header_problem(header: TailHeader, spec: TailSpec, req: Req) -> str | None:
     if header.magic != MAGIC:
         return (
             f"prefill writes tail layout {header.magic:#x}, this decode reads "
-            f"{MAGIC:#x}. Run the same release of the patch set on both engines."
+            f"{MAGIC:#x}. Run the same build of SGLang on both engines."
         )
     if not same_room(header, req.bootstrap_room):
         return (

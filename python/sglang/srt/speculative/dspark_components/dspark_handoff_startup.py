@@ -51,7 +51,7 @@ def validate_server_args(server_args: ServerArgs) -> None:
     if rules.is_undescribed(facts):
         logger.warning(
             "With %s the bootstrap registry does not pass on what this prefill says of "
-            "itself, so a decode with sglang-dspark-pd refuses it, unless it has %s=1. "
+            "itself, so a decode that compares it refuses it, unless it has %s=1. "
             "Unset %s to let decodes check this prefill.",
             rules.RUST_SERVER,
             rules.ALLOW_COLD_DRAFT,
@@ -106,7 +106,7 @@ def with_tail(
             wants tails cannot take them.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.disaggregation.agreement.engine_facts import describers
+    from sglang.srt.disaggregation.agreement.tail import describers
     from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
 
     if dspark_handoff.describe_role not in describers:

@@ -269,7 +269,7 @@ def bound_requests(max_num_reqs: int) -> int:
 
 
 class TailMetadataBuffers(MetadataBuffers):
-    """Upstream's metadata buffers; a request's tail is finished and cleared with them."""
+    """SGLang's metadata buffers; a request's tail is finished and cleared with them."""
 
     @classmethod
     def of(cls, buffers: MetadataBuffers) -> TailMetadataBuffers:
@@ -421,7 +421,7 @@ def _allocate(tail_tokens: int) -> TailBuffer:
 def announce_room(tail: TailBuffer | None, message: list[bytes]) -> None:
     """Tell prefill where this decode wants tails.
 
-    One frame, recognised by its first bytes wherever it comes after upstream's.
+    One frame, recognised by its first bytes wherever it comes after SGLang's.
     """
     if tail is None:
         return
@@ -459,14 +459,13 @@ def read_layout(manager: CommonKVManager, message: list[bytes]) -> str | None:
         except (TypeError, ValueError):
             return (
                 "[PD-MALFORMED] the tail layout in decode's registration cannot be "
-                f"read: {frame[:80]!r}. Apply the same release of sglang-dspark-pd to "
-                "both engines."
+                f"read: {frame[:80]!r}. Run the same build of SGLang on both engines."
             )
     if handoff.spec is not None and not frames:
         return (
             "[PD-MODE] this prefill hands over a tail of hidden states, and decode "
-            "announced no memory for one. Apply the same release of sglang-dspark-pd to "
-            "decode and run DSPARK there; if it does, its log says what went wrong."
+            "announced no memory for one. Run the same build of SGLang on both engines, and "
+            "DSPARK on decode; if it does, its log says what went wrong."
         )
     if handoff.tail is not None:
         handoff.tail.register(manager)

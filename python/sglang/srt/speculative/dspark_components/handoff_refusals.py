@@ -53,8 +53,8 @@ MAX_BUFFER_BYTES = 512 << 20
 # Backends whose metadata send is cut to the hidden states that exist.
 TAIL_BACKENDS = ("nixl", "mooncake", "fake")
 DEFAULT_BACKEND = "mooncake"
-# Targets whose pipeline stages pass captured hidden states on: with hunks of this set,
-# and by SGLang's own code.
+# Targets whose pipeline stages pass captured hidden states on: through
+# `pp_aux_capture`, and by code of their own.
 STAGED_TARGETS = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",

@@ -10,7 +10,7 @@ announces itself (``note``); a stage that is not the last packs what it received
 own for the next one (``export``), which keeps them with its batch (``stash``); the last
 stage joins them to its own in front of the logits processor (``merge``).
 
-They travel under upstream's own proxy key, sized by upstream's own hook: CUDA-graph
+They travel under SGLang's own proxy key, sized by SGLang's own hook: CUDA-graph
 input registries copy the keys they preallocated and drop every other one silently.
 
 Prefill CUDA graphs are refused: they record a stage's body once, with a batch of their
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.speculative.dspark_components.dspark_handoff import activate, current
 from sglang.srt.speculative.dspark_components.handoff_refusals import STAGED_TARGETS
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 PROXY_KEY = "dspark_hidden_states"
 _BATCH_ATTR = "dspark_received"
 _WIDTH_ATTR = "dspark_width_before_stage"
+
+_share: StageShare | None = None
 
 
 @dataclasses.dataclass
@@ -76,6 +77,17 @@ class StageShare:
             )
 
 
+def share() -> StageShare | None:
+    """This process's stage; None where it carries nothing."""
+    return _share
+
+
+def keep(share: StageShare | None) -> None:
+    """Make ``share`` this process's stage; a process runs one."""
+    global _share
+    _share = share
+
+
 def owned_layers(layer_ids: list[int], start_layer: int, end_layer: int) -> list[int]:
     """The capture points of one stage: "before layer i" for start <= i < end.
 
@@ -93,7 +105,7 @@ def is_stage(model: torch.nn.Module) -> bool:
 
 
 def configure(model: torch.nn.Module, layer_ids: list[int]) -> bool:
-    """Divide the captured layers over the pipeline; False where upstream's way works.
+    """Divide the captured layers over the pipeline; False where SGLang's way works.
 
     Raises:
         ValueError: the pipeline path of the model is not one this module knows.
@@ -120,7 +132,7 @@ def configure(model: torch.nn.Module, layer_ids: list[int]) -> bool:
     hidden_size = int(model.config.hidden_size)
     received, own = before * hidden_size, len(inner.layers_to_capture) * hidden_size
     setattr(model, _WIDTH_ATTR, received)
-    activate(stage=StageShare(received, received + own))
+    keep(StageShare(received, received + own))
     return True
 
 
@@ -141,8 +153,8 @@ def proxy_width(model: torch.nn.Module) -> int:
 
 def note(captured: AuxHiddenStateList) -> None:
     """Remember the list the running forward captures into."""
-    if share := current().stage:
-        share.captured = captured
+    if _share is not None:
+        _share.captured = captured
 
 
 def export(tensors: dict[str, torch.Tensor], forward_batch: ForwardBatch) -> None:
@@ -151,13 +163,12 @@ def export(tensors: dict[str, torch.Tensor], forward_batch: ForwardBatch) -> Non
     Raises:
         RuntimeError: this stage holds fewer or more layers than it was given.
     """
-    share = current().stage
-    if share is None:
+    if _share is None:
         return
-    captured, share.captured = share.captured, None
+    captured, _share.captured = _share.captured, None
     parts = _received(forward_batch) + list(captured or ())
     if tensors["hidden_states"].shape[0]:
-        share.check(parts)
+        _share.check(parts)
     if parts:
         tensors[PROXY_KEY] = torch.cat(parts, dim=-1)
 
@@ -168,13 +179,12 @@ def stash(forward_batch: ForwardBatch, proxy: PPProxyTensors) -> None:
     A stage never sends a batch without them (``export`` checks), so a proxy that has
     none was made here for a dummy run; zeros keep the width.
     """
-    share = current().stage
-    if share is None or not share.received_width:
+    if _share is None or not _share.received_width:
         return
     received = proxy.tensors.get(PROXY_KEY)
     if received is None:
         hidden = proxy.tensors["hidden_states"]
-        received = hidden.new_zeros(hidden.shape[0], share.received_width)
+        received = hidden.new_zeros(hidden.shape[0], _share.received_width)
     setattr(forward_batch, _BATCH_ATTR, received)
 
 
@@ -187,10 +197,9 @@ def merge(
     Raises:
         RuntimeError: both sides hold different numbers of tokens, or not all layers.
     """
-    share = current().stage
-    if share is None:
+    if _share is None:
         return aux_hidden_states
-    share.captured = None
+    _share.captured = None
     if aux_hidden_states is None:
         own: list[torch.Tensor] = []
     elif isinstance(aux_hidden_states, torch.Tensor):
@@ -204,8 +213,8 @@ def merge(
             f"Pipeline stages captured different token counts: {sorted(tokens)}."
         )
     if tokens != {0} and not forward_batch.forward_mode.is_idle():
-        share.check(parts)
-    return parts if share.received_width else aux_hidden_states
+        _share.check(parts)
+    return parts if _share.received_width else aux_hidden_states
 
 
 def _received(forward_batch: ForwardBatch | LogitsMetadata) -> list[torch.Tensor]:

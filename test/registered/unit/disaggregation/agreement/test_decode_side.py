@@ -20,14 +20,8 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from unittest import mock
 
-from agreement_fixtures import (
-    NATIVE,
-    PLAIN,
-    WithServer,
-    make_decode,
-    patch_existing,
-    wait_for,
-)
+from agreement_fixtures import NATIVE, PLAIN, patch_existing
+from agreement_managers import WithServer, make_decode, wait_for
 
 from sglang.srt.disaggregation import decode as decode_queues
 from sglang.srt.disaggregation.agreement import decode_side
@@ -48,7 +42,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 OTHER_WEIGHTS = {**NATIVE, "draft_weights": "bbbb"}
 
@@ -65,7 +59,7 @@ class TestFirstContact(WithServer):
         self.assertEqual(decode.prefill_info_table[self.addr].target_pp_ranks, [0])
         self.assertEqual(prefill_description(decode, self.addr)["mode"], "native")
 
-    def test_one_fetch_serves_contact_and_upstreams_checks(self):
+    def test_one_fetch_serves_contact_and_sglangs_checks(self):
         self.prefill()
         decode = self.decode()
         with mock.patch.object(conn.requests, "get", wraps=conn.requests.get) as get:
@@ -73,19 +67,19 @@ class TestFirstContact(WithServer):
             self.assertTrue(decode.try_ensure_parallel_info(self.addr))
         self.assertEqual(get.call_count, 1)
 
-    def test_description_is_judged_before_upstreams_checks(self):
+    def test_description_is_judged_before_sglangs_checks(self):
         self.prefill({**NATIVE, "page_size": 64}, page_size=64)
         reason = self.reason(self.decode())
         self.assertIn("[PD-PAGE-SIZE]", reason)
         self.assertIn("prefill has page_size=64, decode has page_size=1", reason)
 
-    def test_what_upstream_raises_is_a_refusal(self):
+    def test_what_sglang_raises_is_a_refusal(self):
         self.prefill()
         decode = self.decode()
-        decode.dcp_size = 2  # upstream raises: decode DCP needs an MLA pool
+        decode.dcp_size = 2  # SGLang raises: decode DCP needs an MLA pool
         with self.assertLogs(decode_side.logger, "ERROR"):
             reason = self.reason(decode)
-        self.assertIn("[PD-UPSTREAM] PD decode DCP requires", reason)
+        self.assertIn("[PD-TOPOLOGY] PD decode DCP requires", reason)
 
     def test_a_prefill_without_description_is_judged_by_its_topology(self):
         self.prefill(None, page_size=64)
@@ -93,14 +87,15 @@ class TestFirstContact(WithServer):
 
     def test_a_prefill_without_description_cannot_serve_dspark(self):
         self.prefill(None)
-        self.assertIn("[PD-UNPATCHED-PREFILL]", self.reason(self.decode()))
+        self.assertIn("[PD-UNDESCRIBED-PREFILL]", self.reason(self.decode()))
         allowed = self.decode({**NATIVE, "allow_cold_draft": True})
         self.assertEqual(self.request(allowed).poll(), KVPoll.WaitingForInput)
         self.assertIsNone(prefill_description(allowed, self.addr))
 
     def test_topology_shows_when_prefill_reserves_decodes_kv(self):
-        """Upstream itself fails each request and leaves prefill waiting."""
+        """SGLang itself fails each request and leaves prefill waiting."""
         info = PrefillServerInfo(1, 1, 1, 1, None, None, True)
+        # export: only <0.5.22
         if not hasattr(info, "decode_allocation_policy"):
             self.skipTest("this release has one policy")
         info.decode_allocation_policy = "prefill_complete"
@@ -112,7 +107,7 @@ class TestFirstContact(WithServer):
         self.assertTrue(decode_side.disagrees(decode, self.addr, info, answer))
         self.assertIn("[PD-ALLOCATION]", contact.reason)
 
-    def test_cold_draft_is_refused_with_three_ways_out(self):
+    def test_cold_draft_is_refused_with_every_way_out(self):
         self.prefill(PLAIN)
         reason = self.reason(self.decode())
         for way in (
@@ -131,7 +126,7 @@ class TestFirstContact(WithServer):
                 self.assertTrue(decode.try_ensure_parallel_info(self.addr))
         self.assertEqual(sum("COLD-DRAFT-ALLOWED" in line for line in logs.output), 1)
 
-    def test_an_engine_without_description_behaves_as_upstream(self):
+    def test_an_engine_without_description_behaves_as_sglang(self):
         self.prefill(None, page_size=64)
         with self.assertRaisesRegex(RuntimeError, "Page size mismatch"):
             self.decode(None).try_ensure_parallel_info(self.addr)
@@ -164,7 +159,7 @@ class TestRefusal(WithServer):
             self.assertEqual(self.told(rank)[:2], [ROOM_REFUSED, b"7"])
 
     def test_a_prefill_without_description_gets_an_abort_when_it_has_the_request(self):
-        """Upstream drops one that comes earlier, and holds the request for 300 s."""
+        """SGLang drops one that comes earlier, and holds the request for 300 s."""
         prefill, decode = self.prefill(None), self.decode()
         for room in (7, 8):
             self.request(decode, room)
@@ -217,7 +212,7 @@ class TestRefusedRequest(WithServer):
         return queue
 
     def refuse(self, decode, host="127.0.0.1", **finished):
-        """Upstream's intake, which finds the request too long for its pool."""
+        """SGLang's intake, which finds the request too long for its pool."""
         queue = self.queue(decode)
         req = SimpleNamespace(
             bootstrap_host=host,
@@ -367,10 +362,14 @@ class TestOddPrefills(CustomTestCase):
             with self.subTest(header[:20]):
                 with self.assertLogs(decode_side.logger, "ERROR") as logs:
                     self.assertTrue(self.asked(address)[0])
-                self.assertIn("[PD-UNPATCHED-PREFILL]", "".join(logs.output))
+                self.assertIn("[PD-UNDESCRIBED-PREFILL]", "".join(logs.output))
 
     def test_values_of_a_wrong_type_are_refused(self):
-        for change in ({"aux": 3}, {"tp": {}}, {"dspark": 1, "mode": "tail"}):
+        for change in (
+            {"aux": 3},
+            {"tp": {}},
+            {"dspark": 1, "mode": "tail"},
+        ):
             header = json.dumps({**NATIVE, "tp": 2, **change})
             address = self.serve(self.topology(), header)
             with self.subTest(change):
@@ -505,7 +504,7 @@ class TestRestart(WithServer):
         decode_side.compare_instance(self.client, self.addr, silent)
         self.assertTrue(self.is_known())
 
-    def test_a_prefill_without_description_is_left_to_upstream(self):
+    def test_a_prefill_without_description_is_left_to_sglang(self):
         self.restart_server()
         self.prefill(None)
         self.client = self.decode(PLAIN)

@@ -13,7 +13,8 @@ import unittest
 from unittest import mock
 
 import requests
-from agreement_fixtures import NATIVE, WithServer, topology_of
+from agreement_fixtures import NATIVE
+from agreement_managers import WithServer, topology_of
 
 from sglang.srt.disaggregation.agreement.description import (
     DESCRIPTION_KEY,
@@ -30,7 +31,7 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
 OTHER_WEIGHTS = {**NATIVE, "draft_weights": "bbbb"}
 

@@ -1,7 +1,7 @@
 """Real KV managers without engines, and the other engine's end of their wire.
 
 A manager is built around its constructor, which needs a device and a launched engine;
-everything a control thread touches afterwards is upstream's own code.
+everything a control thread touches afterwards is SGLang's own code.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def mooncake_decode():
 
 
 def patch_existing(module, **replacements):
-    """`mock.patch.multiple` for the names that this release's module has."""
+    """`mock.patch.multiple` for those of the names that the module has."""
     known = {k: v for k, v in replacements.items() if hasattr(module, k)}
     return mock.patch.multiple(module, **known) if known else nullcontext()
 

@@ -210,14 +210,14 @@ class TestPairing(CustomTestCase):
         with self.assertRaisesRegex(ValueError, "one KV shape"):
             self.slices([64] * 4, [32] * 6 + [16] * 6)
 
-    def test_one_sided_ids_keep_upstreams_pairing(self):
+    def test_one_sided_ids_keep_sglangs_pairing(self):
         manager = SimpleNamespace(kv_args=SimpleNamespace(kv_layer_ids=[0, 0]))
         peer = SimpleNamespace(dst_kv_layer_ids=[])
         kept = ([1], [2])
         self.assertIs(pair_by_layer(manager, peer, positional=kept), kept)
 
-    def test_peers_that_know_no_ids_keep_upstreams_pairing(self):
-        """Upstream's slices ask neither engine for ids, so neither need have them."""
+    def test_peers_that_know_no_ids_keep_sglangs_pairing(self):
+        """SGLang's slices ask neither engine for ids, so neither need have them."""
         kept = ([1], [2])
         manager = SimpleNamespace(kv_args=SimpleNamespace())
         for peer in (SimpleNamespace(), SimpleNamespace(dst_kv_layer_ids=[0, 0])):
@@ -279,7 +279,7 @@ class TestCompressedMla(CustomTestCase):
         manager = SimpleNamespace(pp_size=1)
         self.assertIsNone(compressed_mla_indices(manager, SimpleNamespace(), 2, 4))
 
-    def test_without_a_pipeline_upstream_decides(self):
+    def test_without_a_pipeline_sglang_decides(self):
         self.assertEqual(self.place(0, 8, pp_size=1), self.names(0, 8))
 
 

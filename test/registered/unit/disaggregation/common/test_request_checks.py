@@ -90,7 +90,7 @@ class TestRequest(CustomTestCase):
         for start, top in ((-1, 0), (None, None), (0, VOCABULARY), (10**9, 1)):
             self.check([1], logprob_start_len=start, top_logprobs_num=top, **LOGPROBS)
         self.check([1], top_logprobs_num=128, bootstrap_room=ROOM, **LOGPROBS)
-        self.check([1], logprob_start_len=-5)  # upstream ignores it without logprobs
+        self.check([1], logprob_start_len=-5)  # SGLang ignores it without logprobs
 
     def test_logprobs_that_do_not_exist_are_refused(self):
         for field, value in (
@@ -109,7 +109,7 @@ class TestRequest(CustomTestCase):
                 self.check([1], positional_embed_overrides=sent)
 
     def test_validation_refuses_a_foreign_token_id(self):
-        """The hunk: upstream's own validation asks."""
+        """The hunk: SGLang's own validation asks."""
         features = SimpleNamespace(enable_encoder_swa_bounded_replay=False)
         execution = SimpleNamespace(features=features)
         request = GenerateReqInput(input_ids=[VOCABULARY], sampling_params={})
@@ -139,7 +139,7 @@ class TestSamples(CustomTestCase):
         self.assertIsNone(room_of_sample(None, 3))
 
     def test_each_sample_is_sent_with_its_own_room(self):
-        """The hunk: upstream's expansion of n, up to what goes to the scheduler."""
+        """The hunk: SGLang's expansion of n, up to what goes to the scheduler."""
         sent = [[], []]
         for rooms in sent:  # prefill and decode
             request = GenerateReqInput(

@@ -335,7 +335,7 @@ def commit_as_rank(rank, port):
 
 
 def committed_fields():
-    """What upstream's metadata holds; only the first token and the room matter."""
+    """What SGLang's metadata holds; only the first token and the room matter."""
     numbers = torch.zeros(16, dtype=torch.int64)
     room = torch.tensor([ROOM] + [0] * 7)
     return (*[numbers] * 13, room)

@@ -243,7 +243,7 @@ class TestAttach(HandoffCase):
             disaggregation_mode=DisaggregationMode(arguments.disaggregation_mode),
             model_config=target_config(),
             spec_algorithm=SpeculativeAlgorithm.NONE,
-            req_to_metadata_buffer_idx_allocator="upstream's",
+            req_to_metadata_buffer_idx_allocator="SGLang's",
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(5, 16)),
         )
 
@@ -284,7 +284,7 @@ class TestAttach(HandoffCase):
             self.assertFalse(self.attach(scheduler))
             self.assertEqual(handoff.current(), handoff.Handoff())
             slots = scheduler.req_to_metadata_buffer_idx_allocator
-            self.assertEqual(slots, "upstream's")
+            self.assertEqual(slots, "SGLang's")
 
     def test_memory_is_checked(self):
         self.capture()

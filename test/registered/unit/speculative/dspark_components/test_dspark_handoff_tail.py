@@ -41,7 +41,7 @@ from sglang.srt.speculative.dspark_components.handoff_refusals import HEADER_BYT
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=17, suite="base-a-test-cpu")
 
 HIDDEN, LAYERS, SLOTS = 4, (0, 1, 2), 4
 WIDTH = HIDDEN * len(LAYERS)
@@ -93,7 +93,7 @@ def states_of(position, tokens, salt=0):
 
 
 def manager_of(cls=SimpleNamespace):
-    """A KV manager with upstream's buffers; the tail's memory is not one of them."""
+    """A KV manager with SGLang's buffers; the tail's memory is not one of them."""
     pointers, lengths, item_lengths = make_buffers().get_buf_infos()
     manager = object.__new__(cls) if cls is not SimpleNamespace else cls()
     manager.kv_args = SimpleNamespace(
@@ -722,7 +722,7 @@ class TestWire(TailCase):
         self.assertEqual(current().peers["d"], layout)
 
     def test_admission_has_registrations_read(self):
-        """The frame is gone, and the layout known, before upstream sees a registration."""
+        """The frame is gone, and the layout known, before SGLang sees a registration."""
         self.finished(20)
         tails.read_registrations()
         tails.read_registrations()

@@ -15,7 +15,7 @@ from sglang.srt.speculative.dspark_components import handoff_refusals as rules
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
 TARGET = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -328,7 +328,7 @@ class TestRules(CustomTestCase):
                 self.assertTrue(not shown or any(n in named for n in shown), named)
 
     def test_other_engines_are_left_alone(self):
-        """Without a variable of the set, and with other algorithms or roles."""
+        """Without a variable of the handoff, and with other algorithms or roles."""
         flags = {name: True for name in rules.ARGUMENTS if name.startswith("enable_")}
         for role in ("null", "prefill", "decode"):
             for algorithm in (None, "EAGLE", "DSPARK"):

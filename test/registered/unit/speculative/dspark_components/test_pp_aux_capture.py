@@ -24,15 +24,10 @@ from sglang.srt.model_executor.model_runner_components.misc_utils import (
     resolve_pp_proxy_dspark_hidden_size,
 )
 from sglang.srt.speculative.dspark_components import pp_aux_capture
-from sglang.srt.speculative.dspark_components.dspark_handoff import (
-    activate,
-    current,
-    deactivate,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
 TOKENS, HIDDEN = 3, 4
 
@@ -70,8 +65,8 @@ def make_model(start, end, inner=Inner, name="Qwen3ForCausalLM", size=2):
 
 class CaptureCase(CustomTestCase):
     def setUp(self):
-        self.addCleanup(deactivate)
-        deactivate()
+        self.addCleanup(pp_aux_capture.keep, None)
+        pp_aux_capture.keep(None)
 
     def configure(self, model, layer_ids):
         attention_backend_setup.configure_aux_hidden_state_capture(
@@ -139,7 +134,7 @@ class TestConfigure(CaptureCase):
             self.configure(model, [0])
 
     def test_one_stage_uses_the_models_setter(self):
-        """Upstream's capture, which asks for no parallel config, is left alone."""
+        """SGLang's capture, which asks for no parallel config, is left alone."""
         bare = SimpleNamespace(set_dspark_layers_to_capture=mock.Mock())
         self.configure(bare, [0, 2])
         bare.set_dspark_layers_to_capture.assert_called_once_with([0, 2])
@@ -147,7 +142,7 @@ class TestConfigure(CaptureCase):
         model.set_dflash_layers_to_capture = mock.Mock()
         self.configure(model, [0, 2])
         model.set_dflash_layers_to_capture.assert_called_once_with([0, 2])
-        self.assertIsNone(current().stage)
+        self.assertIsNone(pp_aux_capture.share())
 
     def test_model_that_carries_them_itself(self):
         model = make_model(0, 4)
@@ -180,13 +175,13 @@ def fresh_stream(batch):
 
 def expect_layers(received, own):
     share = pp_aux_capture.StageShare(received * HIDDEN, (received + own) * HIDDEN)
-    activate(stage=share)
+    pp_aux_capture.keep(share)
 
 
 def run_body(start, end, layer_ids, proxy, batch):
     """One stage's body as the models write it: list, entry and layers."""
     own = pp_aux_capture.owned_layers(layer_ids, start, end)
-    if current().stage is not None:
+    if pp_aux_capture.share() is not None:
         expect_layers(sum(1 for i in layer_ids if i + 1 < start), len(own))
     if proxy is None:
         hidden = fresh_stream(batch)
