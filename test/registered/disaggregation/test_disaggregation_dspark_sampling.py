@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from pd_fuzz import (
     BODIES,
+    REFUSED_BODIES,
     assert_alive_and_empty,
     body_of,
     post,
@@ -320,46 +321,38 @@ def test_clients_that_leave_samples_and_streams_cost_nothing(
 ) -> None:
     """At every stage of a request, from before it is tokenized until it is decoded."""
     kinds = (sampling(n=2), sampling(n=4), {"stream": True}, {"input_ids": [65] * 700})
-    stays = [post(native_pair.router, body_of(fields), 20.0) for fields in kinds]
-    assert stays == [200] * len(kinds)
-    for after_s in (0.001, 0.005, 0.02, 0.04, 0.08, 0.12, 0.2):
-        with ThreadPoolExecutor(2 * len(kinds)) as pool:
-            for fields in [*kinds, *kinds]:
-                long = body_of(
-                    {
-                        **fields,
-                        **sampling(
-                            max_new_tokens=64, **fields.get("sampling_params", {})
-                        ),
-                    }
-                )
-                pool.submit(post, native_pair.router, long, after_s)
+    bodies = [body_of(fields) for fields in kinds]
+    for body in bodies:
+        assert post(native_pair.router, body, 20.0) == 200
+        body["sampling_params"]["max_new_tokens"] = 64
+    for after_s in (0.001, 0.01, 0.03, 0.06, 0.12):
+        with ThreadPoolExecutor(8) as pool:
+            for body in bodies * 2:
+                pool.submit(post, native_pair.router, body, after_s)
     assert_alive_and_empty(native_pair.prefill, native_pair.decode)
 
 
-def test_no_body_ends_a_unified_engine(unified: Engine) -> None:
-    said = send_all([unified], BODIES, limit_s=2.0)
-    assert_alive_and_empty(unified, said=said)
-
-
-def test_no_body_ends_an_engine_of_a_pair(native_pair: Pair) -> None:
-    engines = (native_pair.prefill, native_pair.decode)
-    said = send_all(engines, BODIES, limit_s=2.0)
-    assert_alive_and_empty(*engines, said=said)
-    assert said["a batch"] == said["n=3"] == [200, 200]
-    for name in (
-        "prompt input_ids=[65, -1]",
-        "prompt text=''",
-        "prompt input_ids=[[]]",
-    ):
-        assert said[name] == [400, 400]
+def test_no_body_ends_an_engine(native_pair: Pair, unified: Engine) -> None:
+    pair = (native_pair.prefill, native_pair.decode)
+    with ThreadPoolExecutor(2) as pool:
+        sent = [
+            pool.submit(send_all, engines, BODIES, limit_s=1.5)
+            for engines in ([unified], pair)
+        ]
+    alone, together = (future.result() for future in sent)
+    assert_alive_and_empty(unified, said=alone)
+    assert_alive_and_empty(*pair, said=together)
+    assert together["a batch"] == together["n=3"] == [200, 200]
+    for name in REFUSED_BODIES:
+        assert alone[name] == [400], name
+        assert together[name] == [400, 400], name
 
 
 def test_two_requests_of_one_room_do_not_end_decode(native_pair: Pair) -> None:
     engines = (native_pair.prefill, native_pair.decode)
     body = with_room(engines[0], body_of(sampling(max_new_tokens=64)))
     with ThreadPoolExecutor(4) as pool:
-        said = list(pool.map(lambda e: post(e, body, 3.0), [*engines, *engines]))
+        said = list(pool.map(lambda e: post(e, body, 1.5), [*engines, *engines]))
     assert 400 in said
     assert_alive_and_empty(*engines)
 

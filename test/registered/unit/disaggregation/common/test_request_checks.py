@@ -36,6 +36,13 @@ ROOM = 2**62 + 12345
 LOGPROBS = {"return_logprob": True}
 
 
+class Requests(dict):
+    """States by request id; releases before 0.5.21 keep a set of ids."""
+
+    def add(self, rid):
+        self[rid] = None
+
+
 def a_manager() -> TokenizerManager:
     """What validation of a request asks of a tokenizer manager."""
     manager = object.__new__(TokenizerManager)
@@ -173,7 +180,7 @@ class TestSamples(CustomTestCase):
         manager._init_req_state = init_req_state
         for rid in request.rid:
             manager.rid_to_state[rid] = mock.MagicMock()
-        states = dict(manager.rid_to_state)
+        states = Requests(manager.rid_to_state)
         asked = (request, None, states)
         known = TokenizerManager._handle_batch_request.__code__.co_argcount
         async for _ in manager._handle_batch_request(*asked[: known - 1]):
