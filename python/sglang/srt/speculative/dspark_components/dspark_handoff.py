@@ -20,6 +20,7 @@ One token's hidden states are those after the captured layers, concatenated:
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -235,11 +236,17 @@ def load_draft_config(cfg: ServerArgs) -> PretrainedConfig | None:
     path = cfg.speculative_draft_model_path
     if path is None:
         return None
-    return get_config(
+    config = get_config(
         path,
         trust_remote_code=cfg.trust_remote_code,
         revision=cfg.speculative_draft_model_revision,
+        model_override_args=json.loads(cfg.json_model_override_args),
     )
+    if config.architectures == ["DSparkMiniMaxDraftModel"]:
+        from sglang.srt.configs.minimax_vl import configure_minimax_m3_dspark
+
+        config = configure_minimax_m3_dspark(config)
+    return config
 
 
 def _draft_config_of(cfg: ServerArgs, target: ModelConfig) -> PretrainedConfig | None:
@@ -279,7 +286,8 @@ def facts_of(
     facts["num_layers"] = num_target_layers(target)
     facts["hidden_size"] = int(target.hidden_size)
     facts["dtype_bytes"] = target.dtype.itemsize
-    if rules.captures(facts) or rules.expects_tail(facts):
+    in_tail = rules.captures(facts) or rules.expects_tail(facts)
+    if in_tail or rules.captures_on_stages(facts):
         draft = draft_hf_config or _draft_config_of(cfg, target)
         if draft is not None:
             found = draft_facts(draft, target)

@@ -24,8 +24,9 @@ ALLOW_COLD_DRAFT = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
 PEER_DRAFT_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+PP_PARTITION = "SGLANG_PP_LAYER_PARTITION"
 SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT)
-VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL)  # fmt: skip
+VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL, PP_PARTITION)  # fmt: skip
 # Server arguments: those that say the backend of prefill graphs, and all that a rule
 # reads by name.
 GRAPH_ARGUMENTS = ("cuda_graph_config", "cuda_graph_backend_prefill")
@@ -173,6 +174,27 @@ def captures_on_stages(facts: Facts) -> bool:
     """Whether a prefill engine captures on pipeline stages, for a tail or a draft."""
     drafting = captures(facts) or _drafts(facts, "prefill")
     return drafting and int(facts.get("pp_size") or 1) > 1
+
+
+def last_stage_start(facts: Facts) -> int | None:
+    """First target layer of the last pipeline stage; None where it is not known.
+
+    Layers that do not divide evenly go to the last stages, one each.
+    """
+    layers, stages = facts.get("num_layers"), int(facts.get("pp_size") or 1)
+    if not layers:
+        return None
+    named = parse_layer_ids(facts.get(PP_PARTITION)) if stages > 1 else None
+    return layers - (named[-1] if named else -(-layers // stages))
+
+
+def crosses_stages(facts: Facts) -> bool:
+    """Whether a captured layer lies before the last stage, or may do so."""
+    ids, start = layer_ids(facts), last_stage_start(facts)
+    if not ids or start is None:
+        return True
+    # A layer's output is the next layer's input, which most targets capture.
+    return min(ids) + (not is_deepseek_v4(facts)) < start
 
 
 def has_plain_slots(facts: Facts) -> bool:
@@ -345,12 +367,28 @@ def _other_layers_on_decode(facts: Facts) -> bool:
 def _staged_graphs(facts: Facts) -> bool:
     graphs = facts.get("prefill_graph_backend") not in (None, "disabled")
     own = not captures(facts) and facts.get("architecture") in SELF_STAGED_TARGETS
-    return captures_on_stages(facts) and graphs and not own
+    return captures_on_stages(facts) and graphs and not own and crosses_stages(facts)
 
 
 def _unknown_stages(facts: Facts) -> bool:
-    known = (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
-    return captures_on_stages(facts) and facts.get("architecture") not in known
+    known = facts.get("architecture") in (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
+    return captures_on_stages(facts) and not known and crosses_stages(facts)
+
+
+def _partition_problem(facts: Facts) -> str | None:
+    """Why a layout of pipeline stages cannot hold the target."""
+    layers, stages = facts.get("num_layers"), int(facts.get("pp_size") or 1)
+    named = facts.get(PP_PARTITION)
+    if not captures_on_stages(facts) or not named:
+        return None
+    sizes = parse_layer_ids(named)
+    if sizes is None or min(sizes) < 1:
+        return "expected numbers of layers separated by commas, such as 21,15"
+    if len(sizes) != stages:
+        return f"it names {len(sizes)} stages and --pp-size is {stages}"
+    if layers and sum(sizes) != layers:
+        return f"it names {sum(sizes)} layers and the target has {layers}"
+    return None
 
 
 def _metadata_elsewhere(facts: Facts) -> bool:
@@ -633,9 +671,18 @@ _PREFILL: tuple[Refusal, ...] = (
         "prefill",
         _unknown_stages,
         "prefill has --pp-size {pp_size}, and pipeline stages of {architecture} do not "
-        "pass captured hidden states on",
-        "run prefill with --pp-size 1; stages are supported for "
+        "pass captured hidden states on: the draft reads target layers {ids}, and the "
+        "last stage starts with layer {last_stage_start}",
+        f"run prefill with --pp-size 1, or give the last stage the draft's layers with "
+        f"{PP_PARTITION}; stages pass them on for "
         + ", ".join((*STAGED_TARGETS, *SELF_STAGED_TARGETS)),
+    ),
+    Refusal(
+        "PP-PARTITION",
+        "prefill",
+        _partition_problem,
+        f"{PP_PARTITION}={{{PP_PARTITION}}} on prefill: {{partition_problem}}",
+        f"correct {PP_PARTITION} or --pp-size on prefill, or unset the variable",
     ),
 )
 
@@ -703,6 +750,8 @@ def _derived(facts: Facts) -> dict[str, Any]:
         "given_tail": _given_tail(facts),
         "tail_tokens": tail_tokens(facts),
         "slot_bytes": _slot_bytes(facts),
+        "last_stage_start": last_stage_start(facts),
+        "partition_problem": _partition_problem(facts),
         "peer_tokens": facts.get(PEER_DRAFT_TOKENS, "unset"),
     }
 
