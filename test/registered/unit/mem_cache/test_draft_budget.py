@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang.srt.layers.cp import utils as cp_utils
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -42,7 +43,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     settings.features = settings.kernel = settings
     settings.dsv4_attn_backend = "trtllm"
-    names = "disagg exec memory parallel schedule spec".split()
+    names = ["disagg", "exec", "memory", "parallel", "schedule", "spec"]
     replaced = {f"get_{name}": lambda: settings for name in names}
     replaced |= {
         "mambaish_config": lambda _: None,

@@ -10,6 +10,7 @@ from queue import Queue
 from types import SimpleNamespace
 
 import pytest
+
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     HybridCacheController,

@@ -226,7 +226,13 @@ REFUSED = [
         for algorithm, capture in ((None, "1"), ("DSPARK", "0"))
     ),
     *(
-        ("PP-PARTITION", "prefill", NATIVE_PP, {**NATIVE, rules.PP_PARTITION: named}, {})
+        (
+            "PP-PARTITION",
+            "prefill",
+            NATIVE_PP,
+            {**NATIVE, rules.PP_PARTITION: named},
+            {},
+        )
         for named in ("4,3", "2,2,4", "8,0", "half")
     ),
     ("TAIL-DCP", "decode", {"dcp_size": 2}, {}, {}),
