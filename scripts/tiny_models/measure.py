@@ -46,7 +46,7 @@ def measure(name: str, target: Target, draft: Draft) -> dict[str, dict]:
 
 
 def recall_prompts() -> list[Prompt]:
-    return make_recall_prompts(24, seed=104)
+    return make_recall_prompts(16, seed=104)
 
 
 def _measure_recall(target: Target, draft: Draft) -> dict[str, dict]:

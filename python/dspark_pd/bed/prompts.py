@@ -87,7 +87,7 @@ def make_recall_prompts(
     count: int,
     seed: int = 0,
     key_len: tuple[int, int] = (50, 80),
-    distance: tuple[int, int] = (300, 500),
+    distance: tuple[int, int] = (200, 300),
 ) -> list[Prompt]:
     """`count` prompts that ask for a key seen `distance` tokens before, from `seed`.
 

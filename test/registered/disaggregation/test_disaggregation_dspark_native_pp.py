@@ -36,8 +36,8 @@ PROBE = Path(__file__).parent / "draft_pool_probe"
 # Metadata of one request, from each stage.
 METADATA_BYTES = 1600
 RECALL = make_recall_prompts(6, seed=201)
-# With these, two requests fit at a time and their answers do not.
-DECODE_POOL = {"max-total-tokens": 1216, "num-reserved-decode-tokens": 8}
+# Two prompts fit in it, but not their answers as well.
+DECODE_POOL = {"max-total-tokens": 700, "num-reserved-decode-tokens": 8}
 
 
 def kv_bytes_per_token() -> int:
@@ -200,7 +200,8 @@ class TestNativePPRecall:
         replies = ask(Client.direct(getattr(fleet, stages), fleet.decode), parallel=1)
         assert [r.output_ids for r in replies] == [r.output_ids for r in fleet.unified]
         assert verify_vector(replies) == verify_vector(fleet.unified)
-        assert accept_length(replies) >= 3.5
+        # Without the key it is 1.0; the last block of a request is cut.
+        assert accept_length(replies) >= 2.5
 
     def test_draft_kv_arrives_as_it_was_sent(self, fleet: Fleet) -> None:
         ask(Client.direct(fleet.pp2, fleet.decode), parallel=1)
