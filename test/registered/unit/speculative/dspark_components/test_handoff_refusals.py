@@ -79,6 +79,7 @@ REFUSED = [
     ("TAIL-SWITCH", "prefill", {}, {rules.CAPTURE: "on"}, {}),
     ("TAIL-SWITCH", "decode", {}, {rules.ALLOW_PARTIAL_CONTEXT: ""}, {}),
     ("TAIL-SWITCH", "decode", {}, {rules.ALLOW_COLD_DRAFT: "2"}, {}),
+    ("TAIL-SWITCH", "prefill", {}, {rules.CONTEXT_ONLY_DRAFT: "half"}, {}),
     ("TAIL-CAPTURE-ROLE", "decode", {}, {rules.CAPTURE: "1"}, {}),
     ("TAIL-CAPTURE-DRAFT", "prefill", {"speculative_algorithm": "EAGLE"}, {}, {}),
     ("TAIL-IDLE", "prefill", {}, {rules.CAPTURE: "0"}, {}),
