@@ -35,8 +35,7 @@ from dspark_pd.bed import MODELS, Bed, Client, Engine, EngineSpec  # noqa: E402
 from dspark_pd.bed.models import check_checkpoint  # noqa: E402
 from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
 
-TAIL = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
-CAPTURE = {**TAIL, "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
+CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 DRAFT_CONFIG = {"speculative-draft-model-path": str(MODELS.draft_swa)}
 # Fixed metadata of one request, and the header in front of its hidden states.
 METADATA_BYTES, HEADER_BYTES = 1600, 64
@@ -129,7 +128,7 @@ def bench_prefill(bed: Bed, rounds: int) -> dict[str, float]:
                 "decode",
                 MODELS.target,
                 MODELS.draft_swa,
-                env={**TAIL, "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"},
+                env={"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"},
             ),
         ]
     )

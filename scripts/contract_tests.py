@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run the first-decode contract on a release's own modules, stock and patched.
+"""Run contracts with a release on its own modules: first decode step, spellings of flags.
 
     scripts/contract_tests.py [RELEASE ...]        default: 0.5.16
 
 For each release: its wheel is downloaded and unpacked, the `native` component is applied
-to a copy, and the registered unit tests of the contract run on both. Expected of every
-release is that the patched copy passes. Expected of stock 0.5.16 is the crash that the
-contract exists for: the first decode step finds no draft input.
+to a copy, and the tests of the contracts run there. Expected of every release is that
+they pass. Expected of stock 0.5.16 is the crash that the first contract exists for: the
+first decode step finds no draft input.
 
 Tests run in a venv layered on this interpreter's packages with the release's own
 transformers and xgrammar, kept in --cache. Nothing of a release is written elsewhere.
@@ -29,7 +29,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = "test/registered/unit"
-CONTRACT = (f"{UNIT}/speculative/dspark_components/test_disagg_first_decode.py",)
+CONTRACT = (
+    f"{UNIT}/speculative/dspark_components/test_disagg_first_decode.py",
+    "test/dspark_pd/test_flag_spellings.py",
+)
 FIRST_STEP = f"{CONTRACT[0]}::TestFirstDecodeStep"
 STOCK_CRASH = "'NoneType' object has no attribute 'prepare_for_decode'"
 OWN_PINS = ("transformers", "xgrammar")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import dspark_pd
-from dspark_pd.messages import exit_codes
+from dspark_pd.messages import exit_codes, output
 
 _VERBS: Final = {
     "status": "what each hunk is to the target: applied, needed, not needed, conflict",
@@ -38,7 +38,7 @@ _GO_ON: Final = "dspark-pd apply or revert"
 _PLANNING: Final = ("status", "diff", "apply", "revert")
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(output.Parser):
     """An argument parser whose errors are coded like all others."""
 
     asked: str | None = None
@@ -103,7 +103,9 @@ def _add_options(verb: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--discard-edits", action="store_true", help=text)
     elif verb == "list":
         text = "one hunk, in full, or the hunks of one upstream file"
-        parser.add_argument("id", nargs="?", metavar="ID|FILE", help=text)
+        parser.add_argument(
+            "id", nargs="?", type=output.a_path, metavar="ID|FILE", help=text
+        )
         text = "every error message, with made-up values"
         parser.add_argument("--errors", action="store_true", help=text)
         text = "check the set itself (needs a clone of the repository)"
@@ -124,19 +126,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "a checkout, a venv, a python, a site-packages or a folder sglang; "
         "default: the SGLang of this interpreter"
     )
-    parser.add_argument("--target", metavar="PATH", type=_path, help=text)
+    parser.add_argument("--target", metavar="PATH", type=output.a_path, help=text)
 
 
 def _add_component(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"a part of the set, or all (repeatable; default: {default})"
     parser.add_argument("--component", action="append", metavar="NAME", help=text)
-
-
-def _path(text: str) -> str:
-    """Refuse what an unset variable leaves: it would mean this interpreter's SGLang."""
-    if not text:
-        raise argparse.ArgumentTypeError("an empty path")
-    return text
 
 
 def _release(text: str) -> str:
@@ -173,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             demo = importlib.import_module("dspark_pd.bed.demo")
             return int(demo.main(given[1:]))
         return _finish(*_run(given, options))
+    except output.Unwritten as lost:
+        return _unwritten(options, lost.error, exit_codes.OK)
     except Exception as error:
         # The last resort: no traceback, and no exit code that means something else.
         from dspark_pd.messages.errors import from_fault
@@ -229,33 +226,28 @@ def _replace_closed_streams() -> None:
 def _finish(options: argparse.Namespace, result: Any) -> int:
     result.problems = [problem.on(options.target) for problem in result.problems]
     try:
-        _print(options, result)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough.
-        sys.stderr.close()
+        if options.json:
+            output.as_json(options.verb, result)
+        else:
+            output.as_text(result, options.quiet, options.verbose)
+    except output.Unwritten as lost:
+        return _unwritten(options, lost.error, int(result.exit_code))
     except OSError as error:
-        return _unwritten(options, error)
+        return _unwritten(options, error, int(result.exit_code))
     return int(result.exit_code)
 
 
-def _print(options: argparse.Namespace, result: Any) -> None:
-    from dspark_pd.messages import output
-
-    if options.json:
-        output.as_json(options.verb, result, sys.stdout)
-    else:
-        output.as_text(result, options.quiet, options.verbose)
-    sys.stdout.flush()
-
-
-def _unwritten(options: argparse.Namespace, error: OSError) -> int:
+def _unwritten(options: argparse.Namespace, error: OSError, code: int) -> int:
     """Say that the answer is lost; what was done to a target stays done."""
     from dspark_pd.messages.errors import Problem
 
-    problem = Problem("F506", {"detail": str(error)}, options.target)
-    with contextlib.suppress(OSError):
-        print(problem.as_text(), file=sys.stderr)
     with contextlib.suppress(OSError, ValueError):
         # What is left in the buffer would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        # The reader, such as head, has seen enough.
+        return code
+    problem = Problem("F506", {"detail": str(error)}, options.target)
+    with contextlib.suppress(OSError):
+        print(problem.as_text(), file=sys.stderr)
     return problem.exit_code

@@ -23,6 +23,10 @@ esac
 
 export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="${HICACHE_DIR:?set HICACHE_DIR to a folder for KV files}"
 
+# How long, in seconds, it holds a request for which decode has no place yet. Not more: it
+# does not notice a decode that is gone. The default is 300.
+export SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="${SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT:-30}"
+
 exec sglang serve \
   --model-path "${MODEL:-deepseek-ai/DeepSeek-V4-Flash-0731}" --trust-remote-code \
   --host "${HOST:-127.0.0.1}" --port "${PORT:-30000}" \

@@ -54,6 +54,9 @@ class Bench:
 
 
 def command(model: str, role: str, *flags: str, env: str = "") -> str:
+    """A launch command; prefill's with a time limit, as the doctor wants it."""
+    if role == "prefill":
+        env = f"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT=30 {env}"
     return (
         f"{env} sglang serve --model-path {model} --disaggregation-mode {role} "
         f"--disaggregation-transfer-backend nixl {' '.join(flags)}"

@@ -102,10 +102,7 @@ def install(site: Path, release: str = LATEST, **changed: str) -> Path:
     Files of an earlier release that are on its RECORD go first, as in ``pip install
     -U``; files that nobody recorded stay. ``changed`` replaces contents by path.
     """
-    for folder in site.glob("sglang-*.dist-info"):
-        for line in (folder / "RECORD").read_text().splitlines():
-            (site / line.partition(",")[0]).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+    uninstall(site)
     rows = []
     for path, text in {**files_of(release), **changed}.items():
         data = text.encode()
@@ -121,19 +118,32 @@ def install(site: Path, release: str = LATEST, **changed: str) -> Path:
     return site / "sglang"
 
 
+def uninstall(site: Path) -> None:
+    """Remove what is on the RECORD, and folders that are empty then, as pip does."""
+    for folder in site.glob("sglang-*.dist-info"):
+        for line in (folder / "RECORD").read_text().splitlines():
+            (site / line.partition(",")[0]).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    for path in sorted((site / "sglang").rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+
 def snapshot(folder: Path) -> dict[str, object]:
-    """Return everything below ``folder``: content, mode, links, empty folders."""
+    """Return everything below ``folder``: content, owner, mode, links, empty folders."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         if "__pycache__" in path.parts:
             continue
         name = path.relative_to(folder).as_posix()
+        status = path.lstat()
+        look = (status.st_uid, status.st_gid, oct(status.st_mode))
         if path.is_symlink():
-            found[name] = ("link", str(path.readlink()), path.read_bytes())
+            found[name] = (*look, str(path.readlink()), path.read_bytes())
         elif path.is_dir():
-            found[name] = "folder"
+            found[name] = look
         else:
-            found[name] = (path.stat().st_mode & 0o7777, path.read_bytes())
+            found[name] = (*look, path.read_bytes())
     return found
 
 

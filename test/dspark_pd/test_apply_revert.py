@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import py_compile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,42 @@ def test_a_second_apply_says_so_in_one_line(run: Run, site: Path) -> None:
         "already applied: 2 modules, 1 hunk in 1 file, +4 lines"
     ]
     assert set(first.out.splitlines()[1:-1]) <= set(loud.out.splitlines())
+
+
+def test_engines_are_to_be_restarted_after_a_change(run: Run, site: Path) -> None:
+    restart = "note: restart the engines that run from here"
+    for verb in ("apply", "revert"):
+        changed = run(verb, "--target", site, text=True)
+        assert changed.err.splitlines()[-1] == restart
+        assert restart not in run(verb, "--target", site, text=True).err
+    assert restart not in run("apply", "--target", site, "--dry-run", text=True).err
+
+
+@pytest.mark.parametrize("mode", py_compile.PycInvalidationMode)
+def test_python_runs_the_new_text(
+    run: Run, site: Path, mode: py_compile.PycInvalidationMode
+) -> None:
+    """Images are compiled so that Python never looks at the source again."""
+    relay = site / "sglang/srt/managers/relay.py"
+    ask = "from sglang.srt.managers.relay import Relay as R; print(R.look_up.__code__"
+
+    def compile_all() -> None:
+        for path in relay.parent.glob("*.py"):
+            py_compile.compile(str(path), doraise=True, invalidation_mode=mode)
+
+    def is_ours() -> bool:
+        code = f"{ask}.co_names)"
+        given = {"cwd": site, "capture_output": True, "text": True, "check": True}
+        done = subprocess.run([sys.executable, "-c", code], timeout=60, **given)
+        return "nothing_stored" in done.stdout
+
+    for verb, ours in (("apply", True), ("revert", False)):
+        compile_all()
+        assert is_ours() is not ours
+        assert run(verb, "--target", site).code == 0
+        assert is_ours() is ours
+    kept = list(relay.parent.glob("__pycache__/__init__.*.pyc"))
+    assert kept, "what did not change keeps its compiled form"
 
 
 def test_a_string_over_several_lines_is_not_reindented(run: Run, site: Path) -> None:
@@ -109,7 +147,7 @@ def test_a_component_goes_with_the_one_it_needs(run: Run, site: Path) -> None:
     run("apply", "--target", site, "--component", "agreement", "--component", "cpu")
     outcome = run("revert", "--target", site, "--component", "native")
     assert outcome.data["components"] == []
-    assert outcome.document["notes"] == [
+    assert outcome.document["notes"][:-1] == [
         f"{name} is reverted too, because it needs native"
         for name in ("agreement", "cpu")
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from doctor_bench import DRAFT, QWEN, Bench, command, dspark
 from dspark_pd.doctor.checks import CHECKS
+from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT
 from dspark_pd.doctor.sources import read_engine
 from dspark_pd.doctor.tables import load
 from dspark_pd.verbs.doctor import diagnose
@@ -349,17 +350,12 @@ TAIL = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS=31"
 OWN_CHECKS = {
     "DOC-ROLE": ("--disaggregation-mode decode", "", "", ""),
     "DOC-CHECKSUM": ("--disaggregation-enable-kv-checksum", "", "", ""),
-    "DOC-CHECKSUM-TAIL": (
-        "--disaggregation-enable-kv-checksum",
-        CAPTURE,
-        "{draft}",
-        TAIL,
-    ),
     "DOC-DTYPE": ("--dtype float32", "", "--dtype bfloat16", ""),
     "DOC-DECODE-STAGES": ("{draft}", "", "{draft} --pp-size 2", ""),
     "DOC-DP-LM-HEAD": ("{draft}", "", "{draft} --tp 2 --attn-dp-size 2", ""),
     "DOC-DECODE-HISPARSE": ("{draft}", "", "{draft} --enable-hisparse", ""),
-    "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", TAIL),
+    "DOC-RUST-SERVER": ("{draft}", "SGLANG_RUST_SERVER=1", "{draft}", ""),
+    "DOC-TAIL-RADIX": ("", CAPTURE, "{draft}", ""),
     "DOC-HICACHE-FOLDER": ("--hicache-storage-backend file", "", "", ""),
     "DOC-HICACHE-LAYOUT": (
         "--hicache-mem-layout page_first_direct --hicache-io-backend kernel",
@@ -410,8 +406,22 @@ def test_a_tail_on_a_release_without_the_handoff_is_an_error(bench: Bench) -> No
     }
 
 
+def test_the_default_time_limit_of_prefill_is_remarked_on(bench: Bench) -> None:
+    """Not where the environment is unknown, as of a running engine."""
+    found = {}
+    for environ in ({}, {BOOTSTRAP_TIMEOUT: "30"}, None):
+        document = {"server_args": {"tp_size": 1}, "version": "0.5.23"}
+        if environ is not None:
+            document["environ"] = environ
+        path = bench.file("engine.json", json.dumps(document))
+        pair = [read_engine(role, path, 1.0) for role in ("prefill", "decode")]
+        codes = [finding.code for finding in diagnose(*pair)]
+        found[str(environ)] = "DOC-TIME-LIMIT" in codes
+    assert list(found.values()) == [True, False, False], found
+
+
 def test_every_check_is_tested() -> None:
-    elsewhere = {"DOC-RELEASE", "DOC-STAGES", "DOC-TAIL-RELEASE"}
+    elsewhere = {"DOC-RELEASE", "DOC-STAGES", "DOC-TAIL-RELEASE", "DOC-TIME-LIMIT"}
     assert {check.code for check in CHECKS} == set(OWN_CHECKS) | elsewhere
 
 

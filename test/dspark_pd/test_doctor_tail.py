@@ -27,24 +27,28 @@ GRAPHS = '--cuda-graph-config \'{"prefill": {"backend": "full"}}\''
 REFUSED = [
     ("TAIL-TBO", "--enable-two-batch-overlap", "", "", ""),
     ("TAIL-HIDDEN-STATES", "--return-hidden-states-mode full", "", "", ""),
-    ("TAIL-ROLE-SWITCH", "", "--enable-pd-role-switch", "", ""),
+    ("TAIL-ROLE-SWITCH", "", "--enable-pd-role-switch", "", f"{TAIL}=31"),
     ("TAIL-GRAPHS", "--pp-size 2 --cuda-graph-backend-prefill full", "", "", ""),
     ("TAIL-GRAPHS", f"--pp-size 2 {GRAPHS}", "", "", ""),
     ("TAIL-CP", "--attn-cp-size 2 --tp 2", "--tp 2", "", ""),
-    ("TAIL-DCP", "", "--dcp-size 2", "", ""),
-    ("TAIL-HICACHE", "", "--enable-hicache", "", ""),
+    ("TAIL-DCP", "", "--dcp-size 2", "", f"{TAIL}=31"),
+    ("TAIL-HICACHE", "", "--enable-hicache", "", f"{TAIL}=31"),
+    ("TAIL-LAYERNORM-SP", "--enable-layernorm-sp --tp 2", "--tp 2", "", ""),
+    ("TAIL-RUST-SERVER", "", "", "SGLANG_RUST_SERVER=1", ""),
     ("TAIL-BACKEND", "--disaggregation-transfer-backend mori", "", "", ""),
     ("TAIL-AUX-TCP", MOONCAKE, "", "SGLANG_MOONCAKE_SEND_AUX_TCP=1", ""),
     ("TAIL-TOKENS", "", "", "", f"{TAIL}=-2"),
     ("TAIL-CAPTURE-DRAFT", "--speculative-algorithm dspark", "", "", ""),
     ("TAIL-CAPTURE-ROLE", "", "", "", CAPTURE),
-    ("DECODE-RADIX", "", RADIX, f"{TAIL}=8", f"{TAIL}=8 {PARTIAL}"),
+    ("TAIL-DECODE-LAYER-IDS", "", "", "", "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1"),
 ]
 ACCEPTED = [
     ("", "", "", ""),
     ("--cuda-graph-backend-prefill full", "", "", ""),
     ("", "--disaggregation-decode-host-receive-threshold 1.0", "", ""),
     ("", RADIX, "", f"{TAIL}=-1"),
+    ("", "--dcp-size 2", "", ""),
+    ("", "", "", "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"),
     ("", "--enable-pdmux --enable-return-hidden-states", "", ""),
 ]
 
@@ -62,7 +66,7 @@ def refusals(bench: Bench, given: tuple[str, ...]) -> dict[str, Finding]:
             model,
             "decode",
             f"{dspark(bench, SLIDING, 'swa')} {decode}",
-            env=f"{TAIL}=31 {decode_env}",
+            env=decode_env,
         ),
     )
     codes = {f"DOC-{refusal.code}" for refusal in load("handoff_refusals").REFUSALS}
@@ -97,8 +101,49 @@ def test_the_targets_config_is_read(bench: Bench) -> None:
     model = bench.model("other", {**QWEN, "architectures": ["OtherForCausalLM"]})
     env = f"{TAIL}=31 {CAPTURE} SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
     prefill = command(model, "prefill", "--pp-size 2", env=env)
-    decode = command(model, "decode", dspark(bench, SLIDING, "swa"), env=f"{TAIL}=31")
+    decode = command(model, "decode", dspark(bench, SLIDING, "swa"))
     assert "DOC-TAIL-STAGES" in bench.codes(prefill, decode)
+
+
+def test_the_commands_of_the_proof_of_concept_are_a_pair(bench: Bench) -> None:
+    """One variable on prefill, which may be given to decode as well, and short flags."""
+    model = bench.model("qwen", QWEN)
+    bench.model("qwen/dspark", SLIDING)
+    ids = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
+    prefill = command(model, "prefill", "--pp-size 2 --disable-radix-cache", env=ids)
+    for env in ("", ids):
+        decode = command(
+            model, "decode", "--speculative-algo DSPARK --pp-size 1", env=env
+        )
+        found = bench.findings(prefill, decode)
+        assert [f.code for f in found if f.severity == "error"] == []
+    other = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,2"
+    wrong = command(model, "prefill", "--pp-size 2", env=other)
+    found = {f.code: f for f in bench.findings(wrong, decode)}
+    message = found["PD-TAIL-LAYERS"].message
+    assert "[0, 2]" in message and "[0, 1, 2]" in message
+
+
+def test_a_target_of_deepseek_v41_is_refused(bench: Bench) -> None:
+    config = {**QWEN, "architectures": ["DeepseekV4ForCausalLM"]}
+    model = bench.model("v41", {**config, "model_type": "deepseek_v41"})
+    env = f"{CAPTURE} SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
+    prefill = command(model, "prefill", "", env=env)
+    decode = command(model, "decode", dspark(bench, SLIDING, "swa"))
+    assert "DOC-TAIL-DSV41" in bench.codes(prefill, decode)
+
+
+def test_what_decode_cannot_take_is_found_with_the_pair(bench: Bench) -> None:
+    """It serves native prefills, so nothing is wrong with it alone."""
+    model = bench.model("qwen", QWEN)
+    env = f"{CAPTURE} SGLANG_DSPARK_PD_TARGET_LAYER_IDS=0,1,2"
+    drafting = dspark(bench, SLIDING, "swa")
+    decode = command(model, "decode", f"{drafting} --dcp-size 2 --tp 2")
+    native = command(model, "prefill", f"{drafting} --tp 2")
+    tail = command(model, "prefill", "--tp 2", env=env)
+    assert "PD-MODE" not in bench.codes(native, decode)
+    (found,) = (f for f in bench.findings(tail, decode) if f.code == "PD-MODE")
+    assert "decode cannot take a tail with --dcp-size 2" in found.message
 
 
 def test_a_running_engine_was_not_refused(bench: Bench, run: Run) -> None:

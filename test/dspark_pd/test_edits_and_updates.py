@@ -90,15 +90,74 @@ def test_an_update_over_the_set_is_noticed(
     status = run("status", "--target", site)
     assert status.code == 1
     assert status.data["updated"]
-    assert "SGLang went from 1.0.0 to 1.1.0" in status.document["notes"][0]
-
-    assert run(verb, "--target", site).code == 0
+    happened = "SGLang went from 1.0.0 to 1.1.0 under the applied set"
+    assert status.document["notes"][0].startswith(f"{happened}; dspark-pd apply --t")
+    repaired = run(verb, "--target", site)
+    assert (repaired.code, repaired.document["notes"][0]) == (0, happened)
     if verb == "apply":
         assert run("status", "--target", site).code == 0
         assert "nothing_stored(self" in (site / RELAY).read_text()
         assert run("revert", "--target", site).code == 0
     fresh = fake_sglang.install(tmp_path / "fresh", "1.1.0").parent
     assert snapshot(site) == snapshot(fresh)
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_same_release_over_the_set_is_noticed(
+    run: Run, site: Path, verb: str, gone: bool
+) -> None:
+    before = snapshot(site)
+    run("apply", "--target", site)
+    applied = snapshot(site)
+    fake_sglang.install(site)
+    record = f"{STATE}/record.json"  # which has the files' times
+    if gone:
+        (site / RELAY).unlink()
+    happened = "SGLang 1.2.0 was installed again or restored over the applied set: "
+    happened += "1 changed file gone" if gone else "1 changed file as released"
+    for asked in (["status"], ["apply", "--dry-run"]):
+        (note,) = run(*asked, "--target", site).document["notes"]
+        assert note.startswith(f"{happened}; dspark-pd apply --target")
+    repaired = run(verb, "--target", site)
+    assert (repaired.code, repaired.document["notes"][0]) == (0, happened)
+    found = snapshot(site)
+    assert found.keys() == (applied if verb == "apply" else before).keys()
+    for tree in (found, applied):
+        tree.pop(record, None)
+    assert found == (applied if verb == "apply" else before)
+    assert happened not in str(run("status", "--target", site).document)
+
+
+def test_what_an_uninstall_leaves_is_removed(run: Run, site: Path) -> None:
+    """Else ``import sglang`` finds a package without a file in it."""
+    run("apply", "--target", site)
+    fake_sglang.uninstall(site)
+    for verb in ("status", "apply", "diff"):
+        outcome = run(verb, "--target", site)
+        assert (outcome.code, outcome.codes) == (3, ["T107"])
+    reverted = run("revert", "--target", site)
+    assert reverted.code == 0
+    assert reverted.document["notes"][0] == (
+        "SGLang 1.2.0 was uninstalled under the applied set"
+    )
+    assert list(site.iterdir()) == []
+    assert run("status", "--target", site).codes == ["T101"]
+
+
+def test_modules_whose_record_is_lost_are_removed(run: Run, site: Path) -> None:
+    """Caches that skip hidden files lose the record; a reinstall leaves our modules."""
+    before = snapshot(site)
+    run("apply", "--target", site)
+    shutil.rmtree(site / STATE)
+    assert run("revert", "--target", site).codes == ["E402"]
+    fake_sglang.install(site)
+    other = site / "sglang/srt/agreement/rules.py"
+    other.write_text("# of another version of the set, or somebody's\n")
+    assert run("revert", "--target", site).code == 0
+    assert other.exists()
+    shutil.rmtree(other.parent)
+    assert snapshot(site) == before
 
 
 def test_the_way_out_of_an_unreadable_record_works(run: Run, site: Path) -> None:
@@ -164,13 +223,16 @@ def test_a_damaged_original_is_refused(run: Run, site: Path) -> None:
     assert (site / RELAY).read_bytes() == patched
 
 
-def test_a_missing_file_comes_back(run: Run, site: Path) -> None:
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_a_missing_file_comes_back(run: Run, site: Path, verb: str) -> None:
     before = snapshot(site)
     run("apply", "--target", site)
+    applied = snapshot(site)
     (site / RELAY).unlink()
     (site / "sglang/srt/managers/relay_guard.py").unlink()
-    assert run("revert", "--target", site).code == 0
-    assert snapshot(site) == before
+    assert run("status", "--target", site).code == 1
+    assert run(verb, "--target", site).code == 0
+    assert snapshot(site) == (applied if verb == "apply" else before)
 
 
 def test_a_checkout_is_served_and_stays_clean(

@@ -108,6 +108,13 @@ def _empty_target(bench: Bench) -> Outcome:
     return bench.run("status", "--target", bench.overlay.parent)
 
 
+@scenario("T107")
+def _uninstalled(bench: Bench) -> Outcome:
+    bench.apply()
+    fake_sglang.uninstall(bench.site)
+    return bench.apply()
+
+
 @scenario("T102")
 def _no_release(bench: Bench) -> Outcome:
     shutil.rmtree(bench.site / f"sglang-{fake_sglang.LATEST}.dist-info")

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,30 +108,105 @@ def test_missing_rights_are_found_before_the_first_change(
 ) -> None:
     """Real rights, as another user where the tests run as root."""
     folder = site / "sglang/srt/managers"
+    if os.geteuid() == 0:
+        _open_the_way_to(tmp_path)
+        _give_away(site, 65534)
     before = snapshot(site)
+
+    def apply() -> int:
+        os.chmod(folder, 0o555)
+        outcome = run("apply", "--target", site)
+        os.chmod(folder, 0o755)
+        assert str(folder) in outcome.document["errors"][0]["found"]
+        return outcome.code
+
+    assert _as_user(65534, apply) == 6
+    assert snapshot(site) == before
+
+
+def _as_user(user: int, act: Callable[[], int]) -> int:
+    """Return what ``act`` returns in a child of that user, or of ours if not root."""
     child = os.fork()
     if child == 0:
         try:
             if os.geteuid() == 0:
-                for place in (tmp_path, *tmp_path.parents[:3]):
-                    os.chmod(place, 0o755)
-                _give_away(site, 65534)
-                os.setegid(65534)
-                os.seteuid(65534)
-            os.chmod(folder, 0o555)
-            code = run("apply", "--target", site).code
-            os.chmod(folder, 0o755)
+                os.setgroups([])
+                os.setegid(user)
+                os.seteuid(user)
+            code = act()
         except BaseException:
             code = 99
         os._exit(code)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 6
-    assert snapshot(site) == before
+    return os.waitstatus_to_exitcode(status)
+
+
+def _open_the_way_to(folder: Path) -> None:
+    for place in (folder, *folder.parents[:3]):
+        place.chmod(stat.S_IMODE(place.stat().st_mode) | 0o055)
 
 
 def _give_away(folder: Path, user: int) -> None:
     for path in (folder, *folder.rglob("*")):
-        os.chown(path, user, user)
+        os.lchown(path, user, user)
+
+
+@pytest.fixture
+def umask_077() -> Iterator[None]:
+    """What a hardened root shell has."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def test_new_files_and_folders_are_like_the_folder_they_lie_in(
+    run: Run, site: Path, umask_077: None
+) -> None:
+    managers = site / "sglang/srt/managers"
+    managers.chmod(0o2775)
+    assert run("apply", "--target", site).code == 0
+    modes = {
+        "srt/managers/relay_guard.py": 0o664,
+        "srt/agreement": 0o755,
+        "srt/agreement/rules.py": 0o644,
+        ".dspark_pd": 0o755,
+        ".dspark_pd/originals": 0o755,
+        ".dspark_pd/record.json": 0o644,
+    }
+    for path, mode in modes.items():
+        found = stat.S_IMODE((site / "sglang" / path).stat().st_mode)
+        assert oct(found) == oct(mode), path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to a user")
+def test_root_leaves_the_files_of_another_user_to_that_user(
+    run: Run, site: Path, tmp_path: Path, umask_077: None
+) -> None:
+    user = 65534
+    relay = site / RELAY
+    fake_sglang.install(site, "1.1.0")
+    start = relay.parent.parent / "start.py"
+    start.rename(tmp_path / "start.py")
+    start.symlink_to(tmp_path / "start.py")
+    relay.chmod(0o600)
+    _give_away(site, user)
+    os.chown(tmp_path / "start.py", user, user)
+    os.chown(relay, user, user + 1)
+    _open_the_way_to(tmp_path)
+    before = snapshot(site)
+    assert run("apply", "--target", site).code == 0
+    for path in site.rglob("*"):
+        group = user + 1 if path == relay else user
+        assert (path.lstat().st_uid, path.lstat().st_gid) == (user, group), path
+    assert stat.S_IMODE(relay.stat().st_mode) == 0o600
+    assert _as_user(user, lambda: run("status", "--target", site).code) == 0
+    relay.unlink()
+    assert run("apply", "--target", site).code == 0, "a lost file comes back"
+    assert (relay.stat().st_uid, relay.stat().st_gid) == (user, user)
+    relay.chmod(0o600)
+    os.chown(relay, user, user + 1)
+    assert run("revert", "--target", site).code == 0
+    assert snapshot(site) == before
 
 
 def test_a_second_writer_is_refused(run: Run, site: Path) -> None:

@@ -256,3 +256,25 @@ def test_an_answer_that_cannot_be_written(
     if code:
         assert "error[F506]" in done.stderr and "Errno 28" in done.stderr
         assert "X901" not in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["apply", "--help"], ["demo", "--help"]]
+)
+def test_help_that_cannot_be_written_fails_as_well(
+    words: list[str], unbuffered: str
+) -> None:
+    python = str(Path(__file__).resolve().parents[2] / "python")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dspark_pd", *words],
+            env={**os.environ, "PYTHONPATH": python, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == exit_codes.FILE_SYSTEM, done.stderr
+    assert done.stderr.startswith("error[F506]") and "Exception" not in done.stderr

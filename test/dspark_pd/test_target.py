@@ -74,6 +74,22 @@ def test_an_editable_install_is_followed(
     assert find_target(str(venv / named)).root == checkout / "python/sglang"
 
 
+def test_an_editable_install_knows_the_release_of_its_checkout(
+    tmp_path: Path, venv: Path
+) -> None:
+    """The generated module is not in git, and a shallow clone has no tag."""
+    checkout = _editable(tmp_path, venv)
+    for left in checkout.glob("python/sglang-*.dist-info"):
+        shutil.rmtree(left)
+    (checkout / "python/sglang/_version.py").unlink()
+    target = find_target(str(venv))
+    assert (str(target.release), target.source) == (
+        fake_sglang.LATEST,
+        "editable install",
+    )
+    assert find_target(str(checkout)).release is None
+
+
 def test_an_install_from_an_archive_is_not_followed(
     run: Run, tmp_path: Path, venv: Path
 ) -> None:
@@ -103,6 +119,7 @@ def test_a_path_that_does_not_exist_is_named_as_such(run: Run, tmp_path: Path) -
     [
         *(["status", "--target", ""], ["revert", "--target="]),
         ["doctor", "--prefill", "", "--decode", "http://127.0.0.1:9"],
+        *(["export", ""], ["export", ".", "--out", ""], ["list", ""]),
     ],
 )
 def test_an_empty_path_is_refused(run: Run, words: list[str]) -> None:

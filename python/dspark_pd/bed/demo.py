@@ -26,6 +26,7 @@ from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.prompts import Prompt, make_prompts
 from dspark_pd.bed.report import Report, Run
 from dspark_pd.bed.specs import RouterSpec
+from dspark_pd.messages.output import Parser, a_path, write
 
 EXIT_OK, EXIT_DIFFERS, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED = 130
@@ -39,7 +40,7 @@ _SLIDING_KEYS = (10, 23)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `dspark-pd demo`."""
     names = ", ".join(mode.key for wave in modes.WAVES for mode in wave.modes)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report")
+    parser.add_argument("--json", metavar="FILE", type=_path, help="write the report")
     parser.add_argument("--modes", metavar="A,B", help=f"only these of: {names}")
     text = f"requests that each mode gets (default: {_REQUESTS})"
     parser.add_argument(
@@ -53,10 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of a router, N + 1 for the next pair (default: free ones)",
     )
     text = "folder for the engines' logs (default: a new one)"
-    parser.add_argument("--log-dir", metavar="DIR", type=Path, help=text)
+    parser.add_argument("--log-dir", metavar="DIR", type=_path, help=text)
     parser.add_argument(
         "--keep-logs", action="store_true", help="also when everything went well"
     )
+
+
+def _path(text: str) -> Path:
+    return Path(a_path(text))
 
 
 def _count(text: str) -> int:
@@ -73,7 +78,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     for flag, path, what in models:
         text = f"{what} (default: the tiny one of the repository)"
-        parser.add_argument(flag, metavar="DIR", type=Path, default=path, help=text)
+        parser.add_argument(flag, metavar="DIR", type=_path, default=path, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -233,16 +238,16 @@ def _run_mode(
 
 
 def _conclude(report: Report) -> int:
-    print(f"\n{report.table()}\n")
-    print(
+    claims = report.claims()
+    lines = [
+        f"\n{report.table()}\n",
         "verify steps = passes of the target over drafted tokens; accept length = tokens"
         f" per pass\n(1 = no drafted token accepted, {report.gamma + 1} = all accepted)."
         " Output is the same even if the draft has no context:\nonly the accept length"
-        " shows whether its context arrived.\n"
-    )
-    claims = report.claims()
-    for claim in claims:
-        print(f"  {'ok  ' if claim.holds else 'FAIL'} {claim.text}")
+        " shows whether its context arrived.\n",
+        *(f"  {'ok  ' if claim.holds else 'FAIL'} {claim.text}" for claim in claims),
+    ]
+    write("\n".join(lines) + "\n")
     return EXIT_OK if all(claim.holds for claim in claims) else EXIT_DIFFERS
 
 
@@ -253,7 +258,7 @@ def _say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m dspark_pd.bed.demo`."""
     description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="dspark-pd demo", description=description)
+    parser = Parser(prog="dspark-pd demo", description=description)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

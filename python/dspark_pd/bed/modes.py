@@ -88,20 +88,15 @@ def _decode(pair: Pair) -> EngineSpec:
     return EngineSpec("decode", "decode", pair.target, pair.draft, env=env)
 
 
-_TAIL = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
-
-
 def _tail_prefill(name: str, pair: Pair, pp: int) -> EngineSpec:
     # The draft's config names layers and window; no weights of it are loaded.
     args = {"speculative-draft-model-path": str(pair.sliding_draft)}
-    env = {**_TAIL, "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
+    env = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
     return EngineSpec(name, "prefill", pair.target, pp=pp, args=args, env=env)
 
 
 def _tail_decode(pair: Pair) -> EngineSpec:
-    return EngineSpec(
-        "tail-decode", "decode", pair.target, pair.sliding_draft, env=_TAIL
-    )
+    return EngineSpec("tail-decode", "decode", pair.target, pair.sliding_draft)
 
 
 ENGINES: Mapping[str, Callable[[Pair], EngineSpec]] = {

@@ -35,6 +35,13 @@ HICACHE: dict[str, Flag] = {
 }
 STORAGE_DIR_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
+#: Time limits of each role in seconds, as the GPU recipe has them and says why.
+PREFILL_LIMITS = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30"}
+DECODE_LIMITS = {
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "120",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+}
+
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -61,7 +68,7 @@ def _specs(args: argparse.Namespace, storage: Path) -> list[EngineSpec]:
             port=args.prefill_port,
             bootstrap_port=args.bootstrap_port,
             args=HICACHE,
-            env={STORAGE_DIR_ENV: str(storage)},
+            env={STORAGE_DIR_ENV: str(storage), **PREFILL_LIMITS},
         ),
         EngineSpec(
             "decode",
@@ -71,6 +78,7 @@ def _specs(args: argparse.Namespace, storage: Path) -> list[EngineSpec]:
             tp=args.tp,
             page_size=PAGE,
             port=args.decode_port,
+            env=DECODE_LIMITS,
         ),
     ]
 

@@ -102,8 +102,7 @@ class RouterSpec:
     args: Mapping[str, Flag] = field(default_factory=dict)
 
     def command(self, port: int, metrics_port: int) -> list[str]:
-        """Program and arguments. Health checks are short: the defaults need minutes
-        to notice a dead engine."""
+        """Program and arguments, as in the recipe's `router.sh`, which says why."""
         argv = [interpreter(), "-m", "sglang_router.launch_router"]
         argv.append("--pd-disaggregation")
         for prefill in self.prefills:
@@ -117,9 +116,8 @@ class RouterSpec:
             "prometheus-port": metrics_port,
             "policy": "round_robin",
             "health-check-interval-secs": 2,
-            "health-check-timeout-secs": 2,
-            "health-failure-threshold": 2,
             "health-success-threshold": 1,
+            "disable-circuit-breaker": True,
         }
         return argv + to_argv({**flags, **self.args})
 

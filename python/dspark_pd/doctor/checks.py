@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
-from dspark_pd.doctor.fields import HICACHE_FOLDER
+from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, HICACHE_FOLDER, ON, RUST_SERVER
 from dspark_pd.doctor.releases import released, served_by, serves
 from dspark_pd.doctor.stages import PARTITION, better_partition
 
@@ -91,15 +91,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "the KV checksum is enabled on one engine only",
         "transferred KV is not verified",
         "give --disaggregation-enable-kv-checksum to both or to none",
-        lambda p, d: p.mode != "tail" and _checksum_on_one(p, d),
-    ),
-    Check(
-        "DOC-CHECKSUM-TAIL",
-        ERROR,
-        "the KV checksum is enabled on one engine only, and prefill hands over a tail",
-        "metadata buffers are paired by position, and the positions differ",
-        "give --disaggregation-enable-kv-checksum to both or to none",
-        lambda p, d: p.mode == "tail" and _checksum_on_one(p, d),
+        _checksum_on_one,
     ),
     Check(
         "DOC-DTYPE",
@@ -151,12 +143,31 @@ CHECKS: Final[tuple[Check, ...]] = (
         lambda p, d: d.drafts and d.has("enable_hisparse"),
     ),
     Check(
+        "DOC-RUST-SERVER",
+        WARNING,
+        f"prefill runs DSPARK with {RUST_SERVER}, whose bootstrap registry passes no "
+        "description on",
+        "decode cannot check prefill, and refuses it unless it accepts a cold draft",
+        f"unset {RUST_SERVER} on prefill",
+        lambda p, d: p.drafts and (p.environ or {}).get(RUST_SERVER, "0") in ON,
+    ),
+    Check(
         "DOC-TAIL-RADIX",
         NOTE,
         "prefill has a prefix cache and captures a tail",
         "a match ends before the tail, so each hit computes the tail's tokens again",
         "nothing to do",
         lambda p, d: p.mode == "tail" and not p.has("disable_radix_cache"),
+    ),
+    Check(
+        "DOC-TIME-LIMIT",
+        NOTE,
+        "prefill waits 300 s, SGLang's default, for the decode of a request",
+        "it does not notice a decode that is gone, and requests on it, and new ones until "
+        "the router notices, are answered after that time only",
+        f"set {BOOTSTRAP_TIMEOUT}=30 on prefill; more if requests wait longer than that "
+        "for a place in decode's KV pool",
+        lambda p, d: p.environ is not None and BOOTSTRAP_TIMEOUT not in p.environ,
     ),
     Check(
         "DOC-HICACHE-FOLDER",

@@ -83,7 +83,9 @@ NEIGHBOURS: Final = (
     "moe_dp_size",
     "speculative_dflash_block_size",
 )
+RUST_SERVER: Final = "SGLANG_RUST_SERVER"
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+BOOTSTRAP_TIMEOUT: Final = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
 VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "switch",
     "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": "text",
@@ -93,12 +95,15 @@ VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_CONTEXT_ONLY_DRAFT": "switch",
     "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "int",
     HICACHE_FOLDER: "text",
+    BOOTSTRAP_TIMEOUT: "int",
     "SGLANG_PP_LAYER_PARTITION": "text",
-    # Not "switch": SGLang starts with any value of it.
+    # Not "switch": SGLang starts with any value of them.
+    RUST_SERVER: "text",
     "SGLANG_MOONCAKE_SEND_AUX_TCP": "text",
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "text",
 }
-_ON_OR_OFF: Final = ("1", "true", "yes", "y", "0", "false", "no", "n")
+ON: Final = ("1", "true", "yes", "y")
+_ON_OR_OFF: Final = (*ON, "0", "false", "no", "n")
 _OURS: Final = "SGLANG_DSPARK_"
 _ALIKE: Final = 0.86
 

@@ -28,7 +28,7 @@ from dspark_pd.doctor.fields import (
 )
 from dspark_pd.doctor.releases import released, served_by, serves
 from dspark_pd.doctor.remarks import remark
-from dspark_pd.doctor.tables import load
+from dspark_pd.doctor.tables import load, why_no_tail
 from dspark_pd.messages.errors import refuse
 
 _ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?$")
@@ -287,13 +287,12 @@ def _from_arguments(engine: Engine, read_models: bool = True) -> dict[str, Any]:
         draft_config=engine.draft_config,
         environ=engine.environ,
     )
+    if reason := why_no_tail(engine):
+        described |= {"mode": "native", "dspark": {"no_tail": reason}}
     return described
 
 
 def _forget_switches(engine: Engine) -> None:
     """Drop what only the environment decides and nobody has told."""
-    unknown = ["allow_cold_draft", "allow_partial_context"]
-    if engine.role == "decode" and engine.description.get("mode") == "native":
-        unknown.append("mode")  # or a tail
-    for key in unknown:
+    for key in ("allow_cold_draft", "allow_partial_context"):
         engine.description.pop(key, None)

@@ -58,19 +58,31 @@ def tail_findings(engine: Engine) -> list[Finding]:
     if engine.environ is None:
         return []
     table = load("handoff_refusals")
-    facts = table.facts_from(
+    role = engine.role
+    leads_to = f"with the component handoff {role} refuses to start"
+    return [
+        Finding(f"DOC-{refusal.code}", ERROR, f"{role}: {says}", leads_to, fix)
+        for refusal, says, fix in table.refusals(_facts(engine))
+    ]
+
+
+def why_no_tail(engine: Engine) -> str | None:
+    """Why an engine that drafts on decode can take no tail; None where it can."""
+    if engine.role != "decode" or not engine.drafts:
+        return None
+    reason: str | None = load("handoff_refusals").no_tail(_facts(engine))
+    return reason
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    facts: dict[str, Any] = load("handoff_refusals").facts_from(
         engine.args,
         engine.environ,
         engine.target_config,
         engine.draft_config,
         engine.args.get("disaggregation_mode") or engine.role,
     )
-    role = engine.role
-    leads_to = f"with the component handoff {role} refuses to start"
-    return [
-        Finding(f"DOC-{refusal.code}", ERROR, f"{role}: {says}", leads_to, fix)
-        for refusal, says, fix in table.refusals(facts)
-    ]
+    return facts
 
 
 def severity_of(rule: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import dspark_pd
 from dspark_pd.messages import exit_codes
@@ -12,6 +13,40 @@ from dspark_pd.messages.result import Result
 
 SCHEMA: Final = 1
 MAX_SHOWN_PROBLEMS: Final = 10
+
+
+class Unwritten(Exception):
+    """Standard output does not take an answer; ``error`` says why."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def write(text: str) -> None:
+    """Write an answer, or raise Unwritten."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise Unwritten(error) from error
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose help is an answer: argparse drops what it cannot write."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stderr:
+            super()._print_message(message, file)
+        else:
+            write(message)
+
+
+def a_path(text: str) -> str:
+    """Refuse what an unset variable leaves: an empty path would mean a default."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return text
 
 
 def status_word(result: Result) -> str:
@@ -35,24 +70,22 @@ def envelope(command: str | None, result: Result) -> dict[str, Any]:
     }
 
 
-def as_json(command: str | None, result: Result, out: TextIO) -> None:
+def as_json(command: str | None, result: Result) -> None:
     # Nothing is written before all of it can be.
-    out.write(json.dumps(envelope(command, result), indent=1) + "\n")
+    write(json.dumps(envelope(command, result), indent=1) + "\n")
 
 
 def as_text(result: Result, quiet: bool, verbose: bool) -> None:
     """Print the answer to stdout, and problems and notes to stderr."""
     if not quiet:
-        if result.target is not None:
-            print(f"target  {result.target.shown}")
-        for line in [*result.lines, *(result.details if verbose else ())]:
-            print(line)
-        # Keep the order for a reader who sees both streams in one terminal.
-        sys.stdout.flush()
+        target = [f"target  {result.target.shown}"] if result.target else []
+        lines = [*target, *result.lines, *(result.details if verbose else ())]
+        # Flushed, to keep the order for a reader who sees both streams in one terminal.
+        write("".join(f"{line}\n" for line in lines))
         for note in result.notes:
             print(f"note: {note}", file=sys.stderr)
     elif result.is_document:
-        print("\n".join(result.lines))
+        write("\n".join(result.lines) + "\n")
     shown = result.problems if verbose else result.problems[:MAX_SHOWN_PROBLEMS]
     for problem in shown:
         print(problem.as_text(), file=sys.stderr)

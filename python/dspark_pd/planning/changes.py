@@ -58,11 +58,12 @@ def _entry(survey: Survey, file: PlannedFile, earlier: Entry | None) -> Entry:
     if file.original is None:
         return Entry(before=None, ours=(fsops.digest(file.desired),))
     before = fsops.digest(file.original)
-    link, mtime_ns = _appearance(survey.path(file.path))
-    if earlier is not None and earlier.before == before:
-        seen = survey.seen[file.path]
-        if seen.condition != "original":
-            link, mtime_ns = earlier.link, earlier.mtime_ns
+    seen = survey.seen.get(file.path)
+    known = earlier if earlier and earlier.before == before else None
+    if known and seen and seen.condition != "original":
+        link, mtime_ns = known.link, known.mtime_ns
+    else:
+        link, mtime_ns = _appearance(survey.path(file.path))
     return Entry(
         before=before,
         ours=(fsops.digest(file.desired),),

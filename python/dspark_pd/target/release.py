@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,19 +14,24 @@ _TIMEOUT_S: Final = 10
 _ASSIGNED = re.compile(r"^(?:__version__ = )?(?:version|__version__) = '([^']+)'", re.M)
 
 
-def read_release(root: Path) -> tuple[Version | None, str]:
+def read_release(
+    root: Path, installed_as: Path | None = None
+) -> tuple[Version | None, str]:
     """Return the release and where it was read.
 
     The distribution's metadata comes first: it is what an installer replaces. A
     checkout has none beside it and is asked for its generated module, then for its tag.
+    Last comes ``installed_as``, the metadata of an editable install of the checkout: it
+    is of the day of the install.
     """
     for source, read in (
-        ("dist-info", _from_metadata),
-        ("_version.py", _from_generated_module),
-        ("git tag", _from_tag),
+        ("dist-info", partial(_from_metadata, dist_info(root))),
+        ("_version.py", partial(_from_generated_module, root)),
+        ("git tag", partial(_from_tag, root)),
+        ("editable install", partial(_from_metadata, installed_as)),
     ):
         try:
-            return Version(read(root) or ""), source
+            return Version(read() or ""), source
         except InvalidVersion:
             continue
     return None, "not recorded"
@@ -49,8 +55,7 @@ def git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _from_metadata(root: Path) -> str | None:
-    folder = dist_info(root)
+def _from_metadata(folder: Path | None) -> str | None:
     if folder is None:
         return None
     return folder.name.removeprefix("sglang-").removesuffix(".dist-info")

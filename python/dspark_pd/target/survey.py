@@ -40,11 +40,16 @@ class Seen:
 class Survey:
     """Reads of one target; nothing here writes."""
 
-    def __init__(self, target: Target, discard_edits: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        discard_edits: bool = False,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.target = target
         self._discard_edits = discard_edits
         self.state = StateFolder(target.root)
-        self.ledger: Ledger = self.state.load()
+        self.ledger: Ledger = ledger or self.state.load()
         self._provenance = Provenance(target.root)
         self._originals: dict[str, bytes | None] = {}
 
@@ -77,6 +82,11 @@ class Survey:
         if path not in self._originals:
             self._originals[path] = self._find_original(path)
         return self._originals[path]
+
+    def restored(self, condition: Condition) -> int:
+        """Count the files of upstream that the record says are ours and are not."""
+        found = (seen for seen in self.seen.values() if seen.entry.before)
+        return sum(seen.condition == condition for seen in found)
 
     def settled(self) -> dict[str, Entry]:
         """Return the entries that still speak of this release's files."""

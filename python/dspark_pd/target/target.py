@@ -13,16 +13,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
 
-from dspark_pd.messages.errors import refuse
+from dspark_pd.messages.errors import about, refuse
 from dspark_pd.patchset.patch_set import default_overlay
 from dspark_pd.target.release import read_release
 from dspark_pd.target.state import StateFolder
 
+UNINSTALLED: Final = "uninstalled"
 _PROGRAMS: Final = ("bin", "Scripts")
 
 
@@ -48,16 +49,26 @@ class Target:
         return {"path": str(self.root), "release": release, "source": self.source}
 
 
-def find_target(named: str | None, assumed: str | None = None) -> Target:
+def find_target(
+    named: str | None, assumed: str | None = None, leftovers: bool = False
+) -> Target:
     """Return the target named by the user, or the one of this interpreter.
 
-    ``assumed`` is a release that the user vouches for. Refuses with T101.
+    ``assumed`` is a release that the user vouches for. Refuses with T101 and, unless
+    ``leftovers`` are asked for, with T107 what an uninstalled SGLang left of the set.
     """
     places = list(_named_places(Path(named)) if named else _own_places())
     for place in places:
-        if _is_sglang(place):
-            return _with_release(place.resolve(), assumed)
-    searched = named or ", ".join(dict.fromkeys(str(p.parent) for p in places))
+        if _is_sglang(place.root):
+            return _with_release(place.root.resolve(), assumed, place.installed_as)
+    for left in (place.root.resolve() for place in places):
+        applied, target = StateFolder(left).load(), Target(left, None, UNINSTALLED)
+        if applied.entries and leftovers:
+            return target
+        if applied.entries:
+            with about(target):
+                refuse("T107", target=left, version=applied.release)
+    searched = named or ", ".join(dict.fromkeys(str(p.root.parent) for p in places))
     found, cause = _nothing_at(Path(named).expanduser() if named else None)
     refuse("T101", searched=searched or "sys.path", found=found, cause=cause)
 
@@ -71,8 +82,10 @@ def _nothing_at(path: Path | None) -> tuple[str, str]:
     return "none", "SGLang is installed in another environment than this command"
 
 
-def _with_release(root: Path, assumed: str | None) -> Target:
-    release, source = read_release(root)
+def _with_release(
+    root: Path, assumed: str | None, installed_as: Path | None = None
+) -> Target:
+    release, source = read_release(root, installed_as)
     if assumed is not None:
         return Target(root, Version(assumed), "assumed", str(release))
     applied = StateFolder(root).load()
@@ -91,14 +104,21 @@ def _is_sglang(place: Path) -> bool:
     )
 
 
-def _own_places() -> Iterator[Path]:
+class _Place(NamedTuple):
+    """A folder that may be ``sglang``; the metadata that an editable install led from."""
+
+    root: Path
+    installed_as: Path | None = None
+
+
+def _own_places() -> Iterator[_Place]:
     for entry in sys.path:
         folder = Path(entry or ".")
-        yield folder / "sglang"
+        yield _Place(folder / "sglang")
         yield from _editable_places(folder)
 
 
-def _named_places(path: Path) -> Iterator[Path]:
+def _named_places(path: Path) -> Iterator[_Place]:
     path = path.expanduser()
     if path.is_file():
         # Only an interpreter, <venv>/bin/python, says where to look. It is not resolved:
@@ -106,15 +126,16 @@ def _named_places(path: Path) -> Iterator[Path]:
         if path.parent.name not in _PROGRAMS:
             return
         path = path.absolute().parent.parent
-    yield from (path, path / "sglang", path / "python" / "sglang")
+    for root in (path, path / "sglang", path / "python" / "sglang"):
+        yield _Place(root)
     yield from _editable_places(path)
     for pattern in ("lib*/python3*/site-packages", "Lib/site-packages"):
         for folder in sorted(path.glob(pattern)):
-            yield folder / "sglang"
+            yield _Place(folder / "sglang")
             yield from _editable_places(folder)
 
 
-def _editable_places(folder: Path) -> Iterator[Path]:
+def _editable_places(folder: Path) -> Iterator[_Place]:
     """Follow ``direct_url.json`` (PEP 610) of an editable install to its checkout."""
     for record in sorted(folder.glob("sglang-*.dist-info/direct_url.json")):
         try:
@@ -124,5 +145,5 @@ def _editable_places(folder: Path) -> Iterator[Path]:
         url = urlparse(direct.get("url", ""))
         if url.scheme == "file" and direct.get("dir_info", {}).get("editable"):
             project = Path(unquote(url.path))
-            yield project / "sglang"
-            yield project / "python" / "sglang"
+            yield _Place(project / "sglang", record.parent)
+            yield _Place(project / "python" / "sglang", record.parent)

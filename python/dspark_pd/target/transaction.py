@@ -83,11 +83,11 @@ class Transaction:
         state = self._state
         fsops.make_folder(state.path)
         fsops.make_folder(state.originals)
-        fsops.write(state.ignore, b"*\n")
+        _write_state(state.ignore, b"*\n")
         for sha256, data in self.originals.items():
             if fsops.read_or_none(state.original_path(sha256)) != data:
-                fsops.write(state.original_path(sha256), data)
-        fsops.write(state.journal, self._journal().as_json())
+                _write_state(state.original_path(sha256), data)
+        _write_state(state.journal, self._journal().as_json())
         fsops.flush_folders({state.originals, state.path})
         for folder in self.new.folders:
             fsops.make_folder(self.root / folder)
@@ -95,16 +95,17 @@ class Transaction:
             if change.desired is not None:
                 self._stage_file(change, change.desired)
         if self.new.entries:
-            fsops.write_temporary(state.record, self.new.as_json())
+            wanted = fsops.look_of_new_file(state.record)
+            fsops.write_temporary(state.record, self.new.as_json(), wanted)
 
     def _stage_file(self, change: Change, data: bytes) -> None:
         path = self.root / change.path
+        look = fsops.look if path.exists() else fsops.look_of_new_file
+        wanted = look(path)
         if change.link is not None and self._still_links(path, change.link, data):
-            fsops.remove(fsops.temporary_of(path))
-            os.symlink(change.link, fsops.temporary_of(path))
+            fsops.link(path, change.link, wanted)
             return
-        mode = path.stat().st_mode & 0o7777 if path.exists() else None
-        temporary = fsops.write_temporary(path, data, mode)
+        temporary = fsops.write_temporary(path, data, wanted)
         if change.mtime_ns is not None:
             os.utime(temporary, ns=(change.mtime_ns, change.mtime_ns))
 
@@ -118,6 +119,7 @@ class Transaction:
             fsops.remove(path)
             _remove_bytecode(path)
         else:
+            _remove_bytecode(path, unchecked=True)
             os.replace(fsops.temporary_of(path), path)
 
     def _finish(self) -> None:
@@ -156,7 +158,7 @@ class Transaction:
     def _forget(self) -> None:
         """Drop the journal of a run that changed nothing, unless it repairs another."""
         if self.old.unfinished is not None:
-            fsops.write(self._state.journal, self.old.as_json())
+            _write_state(self._state.journal, self.old.as_json())
             return
         fsops.remove(self._state.journal)
         if not self.old.entries:
@@ -187,6 +189,10 @@ class Transaction:
         )
 
 
+def _write_state(path: Path, data: bytes) -> None:
+    fsops.write(path, data, fsops.look_of_new_file(path))
+
+
 def remove_state_folder(state: StateFolder) -> None:
     """Remove ``.dspark_pd`` with all that this tool puts there, and nothing else."""
     with contextlib.suppress(OSError):
@@ -205,7 +211,18 @@ def remove_leftovers(root: Path, entries: dict[str, Entry]) -> None:
         fsops.remove(fsops.temporary_of(root / path))
 
 
-def _remove_bytecode(path: Path) -> None:
-    """Remove the compiled form of a module that is gone, so that its folder can go."""
+def _remove_bytecode(path: Path, unchecked: bool = False) -> None:
+    """Remove the compiled forms of a module, or those that Python never compares with it.
+
+    A module that is gone must not keep its folder. An unchecked-hash form (PEP 552, as in
+    images compiled that way) would be loaded in place of the new text for ever.
+    """
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        fsops.remove(compiled)
+        if not unchecked or _is_unchecked(compiled):
+            fsops.remove(compiled)
+
+
+def _is_unchecked(compiled: Path) -> bool:
+    """Whether the flags, bytes 4 to 7, say hash-based (1) and not checked (no 2)."""
+    with compiled.open("rb") as file:
+        return int.from_bytes(file.read(8)[4:], "little") == 1

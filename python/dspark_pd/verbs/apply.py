@@ -12,7 +12,7 @@ from dspark_pd.planning.plan import Plan, PlannedFile
 from dspark_pd.target.lock import locked
 from dspark_pd.target.survey import Survey
 from dspark_pd.target.transaction import remove_leftovers
-from dspark_pd.verbs.context import Context, open_context
+from dspark_pd.verbs.context import RESTART, Context, open_context
 
 
 def run(options: Namespace) -> Result:
@@ -40,6 +40,8 @@ def _apply(context: Context, options: Namespace) -> Result:
     result = _describe(plan, context, options.dry_run, needed)
     result.data["components"] = list(components)
     result.notes = context.notes(options, plan, components)
+    if transaction.changes and not options.dry_run:
+        result.notes.append(RESTART)
     return result
 
 

@@ -11,6 +11,7 @@ from typing import Final, NoReturn
 from packaging.version import Version
 
 from dspark_pd.messages.errors import Problem, Refused, about, on_target, refuse
+from dspark_pd.messages.result import count
 from dspark_pd.patchset.lists import (
     Components,
     by_default,
@@ -21,9 +22,13 @@ from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
 from dspark_pd.target.release import read_release
 from dspark_pd.target.survey import Survey
-from dspark_pd.target.target import Target, find_target
+from dspark_pd.target.target import UNINSTALLED, Target, find_target
 
+RESTART: Final = "restart the engines that run from here"
 _LIST: Final = "dspark-pd list"
+_WAY: Final = (
+    "; dspark-pd apply puts the set on again, dspark-pd revert removes what is left"
+)
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,11 @@ class Context:
         """Return what a user should hear about the target besides the result."""
         survey, release = self.survey, self.target.release
         found = need_notes(options, self.patch_set.components, components)
-        if survey.updated:
-            old = survey.ledger.release
-            found.append(_other_release(survey, f"{old}", f"{release}"))
+        if happened := what_happened(survey):
+            repairs = options.verb == "apply" and not options.dry_run
+            known = self.patch_set.knows(release) if release else False
+            way = "" if repairs or not known else on_target(_WAY, options.target)
+            found.append(happened + way)
         if survey.ledger.unfinished:
             found.append(_cut_off(survey.ledger.unfinished, options))
         found += [
@@ -110,8 +117,24 @@ class Context:
         return found
 
 
+def what_happened(survey: Survey) -> str | None:
+    """Say what changed under the applied set, other than by an edit."""
+    old, new = survey.ledger.release, survey.target.release
+    if survey.target.source == UNINSTALLED:
+        return f"SGLang {old} was uninstalled under the applied set"
+    if survey.updated:
+        return _other_release(survey, f"{old}", f"{new}")
+    back, gone = survey.restored("original"), survey.restored("missing")
+    if survey.ledger.unfinished or not back + gone:
+        return None
+    files = f"{count(back, 'changed file')} as released" if back else ""
+    lost = f"{count(gone, 'changed file')} gone" if gone else ""
+    found = " and ".join(filter(None, (files, lost)))
+    return f"SGLang {new} was installed again or restored over the applied set: {found}"
+
+
 def _other_release(survey: Survey, old: str, new: str) -> str:
-    """Say what changed under the applied set: SGLang, or what the user took it for."""
+    """Say what went from one release to another: SGLang, or what it was taken for."""
     if survey.ledger.assumed_over is None and survey.target.assumed_over is None:
         return f"SGLang went from {old} to {new} under the applied set"
     return f"the set was applied for SGLang {old}, and the target is taken for {new}"

@@ -21,6 +21,7 @@ from dspark_pd.doctor.sources import read_engine
 from dspark_pd.doctor.tables import agreement_findings, tail_findings
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem, Refused, refuse
+from dspark_pd.messages.output import a_path
 from dspark_pd.messages.result import Result
 
 _WIDTH = 88
@@ -41,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     text = "URL of the running engine, or what describes it"
-    parser.add_argument("--prefill", required=True, metavar="URL|FILE", help=text)
-    parser.add_argument("--decode", required=True, metavar="URL|FILE", help=text)
+    for flag in ("--prefill", "--decode"):
+        parser.add_argument(
+            flag, required=True, type=a_path, metavar="URL|FILE", help=text
+        )
     text = "seconds to wait for an engine's answer (default: 5)"
     parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help=text)
     text = "variable that holds the API key of the engines"
@@ -84,10 +87,6 @@ def _read_both(options: argparse.Namespace, key: str | None) -> tuple[Engine, En
     if options.prefill == options.decode == "-":
         message = "argument --decode: stdin is read for --prefill already"
         refuse("U001", message=message, command="dspark-pd doctor")
-    for role in ("prefill", "decode"):
-        if not getattr(options, role):
-            message = f"argument --{role}: an empty address or path"
-            refuse("U001", message=message, command="dspark-pd doctor")
     engines: list[Engine] = []
     problems: list[Problem] = []
     for role in ("prefill", "decode"):

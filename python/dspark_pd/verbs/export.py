@@ -14,6 +14,7 @@ from dspark_pd.export.contents import NAVIGATION, docs_of, tests_of
 from dspark_pd.export.formatter import Formatter, formatter_for
 from dspark_pd.export.message import compose
 from dspark_pd.messages.errors import Refused, about, from_os_error, refuse
+from dspark_pd.messages.output import a_path
 from dspark_pd.messages.result import Result, count
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
 from dspark_pd.planning.plan import Plan, make_plan
@@ -33,9 +34,10 @@ _PATCH_SUFFIXES = (".patch", ".mbox")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("checkout", metavar="DIR", help="a git checkout of SGLang")
+    text = "a git checkout of SGLang"
+    parser.add_argument("checkout", type=a_path, metavar="DIR", help=text)
     text = "a new branch, or a file ending in .patch; default: dspark-pd-<release>"
-    parser.add_argument("--out", metavar="BRANCH|FILE", help=text)
+    parser.add_argument("--out", type=a_path, metavar="BRANCH|FILE", help=text)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Ways to hurt a running pair, and what an engine holds when it should hold nothing."""
+"""Ways to hurt a running pair."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import zmq
 from pd_mismatch import Answer, ask
 
@@ -71,10 +69,14 @@ def abort_at_random(
 
 
 def during_requests(
-    url: str, count: int, hurt: Callable[[], None], after_s: float
+    url: str,
+    count: int,
+    hurt: Callable[[], None],
+    after_s: float,
+    new_tokens: int = LONG,
 ) -> list[Answer]:
     """Start long requests, hurt something `after_s` later; their answers."""
-    sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     with ThreadPoolExecutor(count + 1) as pool:
         asked = [
             pool.submit(ask, url, timeout_s=90, sampling_params=sampling)
@@ -83,15 +85,6 @@ def during_requests(
         time.sleep(after_s)
         hurt()
         return [future.result() for future in asked]
-
-
-def resident_mib(engine: Engine) -> float:
-    """Memory of all processes of an engine."""
-    sizes = []
-    for pid in engine.pids():
-        with contextlib.suppress(psutil.Error):  # ended in the meantime
-            sizes.append(psutil.Process(pid).memory_info().rss)
-    return sum(sizes) / 2**20
 
 
 def signal_group(engine: Server, number: int) -> None:
@@ -119,6 +112,11 @@ def kill_thread(folder: Path, function: str) -> None:
     assert wait_until(lambda: not order.exists(), 10) is not None, "no such thread"
 
 
+def raise_in_scheduler(folder: Path) -> None:
+    """Make a prefill's scheduler raise; returns when its process has been told."""
+    kill_thread(folder, "raise-in-scheduler-of-bootstrap_thread")
+
+
 def is_gone(engine: Engine) -> bool:
     """Whether none of an engine's processes lives and its port refuses."""
     if engine.alive() or engine.pids():
@@ -135,39 +133,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:
             return time.monotonic() - began
         time.sleep(0.25)
     return None
-
-
-def holdings(engine: Engine) -> dict[str, int]:
-    """Requests in any queue, and KV tokens in use that no cache could give up."""
-    [load] = get_json(f"{engine.url}/v1/loads")["loads"]
-    held = {
-        name: value
-        for name, value in {**load["disaggregation"], **load["queues"]}.items()
-        if isinstance(value, int) and value
-    }
-    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens"):
-        if load[name]:
-            held[name] = load[name]
-    return held
-
-
-def empty_within(engine: Engine, timeout_s: float = 20.0) -> dict[str, int]:
-    """What an engine still holds after its caches were emptied; {} when nothing."""
-    held: dict[str, int] = {}
-
-    def is_empty() -> bool:
-        nonlocal held
-        request = urllib.request.Request(f"{engine.url}/flush_cache", method="POST")
-        try:
-            _opener.open(request, timeout=10).close()
-        except OSError:
-            return False
-        held = holdings(engine)
-        return not held
-
-    if wait_until(is_empty, timeout_s) is None and not held:
-        return {"busy": 1}
-    return held
 
 
 def control_port(prefill: Engine) -> int:

@@ -20,12 +20,10 @@ from pd_faults import (
     ask_many,
     control_port,
     during_requests,
-    empty_within,
     is_gone,
     kill_thread,
     killable,
     pause,
-    resident_mib,
     signal_group,
     throw_frames,
     wait_until,
@@ -33,6 +31,7 @@ from pd_faults import (
 from pd_mismatch import Answer, ask, spec, stop_and_free, unhealthy
 
 from dspark_pd.bed import Bed, Engine, Router, RouterSpec
+from dspark_pd.bed.leftovers import empty_within, resident_mib
 
 pytestmark = pytest.mark.e2e
 
@@ -45,10 +44,10 @@ TIMEOUTS = {
     # Decode keeps the KV of a request whose prefill does not confirm its abort.
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
-# By default a router that saw ten failures sends nothing for a minute. Its health checks
-# are kept out of it: one that began while an engine was stopped ends after the engine is
-# back, and takes a healthy engine out of service in the middle of what is asserted.
-FORGIVING = {"cb-timeout-duration-secs": 2, "health-failure-threshold": 30}
+# The router's health checks are kept out of it: one that began while an engine was stopped
+# ends after the engine is back, and takes a healthy engine out of service in the middle
+# of what is asserted.
+FORGIVING = {"health-failure-threshold": 30}
 ANSWER_LIMIT_S = 2 * TIMEOUT_S + 15.0
 BACK_LIMIT_S = 30.0
 GONE_LIMIT_S = 15.0  # the front end sleeps 5 s before it ends what is left

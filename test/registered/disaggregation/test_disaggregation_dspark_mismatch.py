@@ -301,11 +301,12 @@ class TestTails:
         case, pair = "mismatch: captured layers", ("narrow", "decode")
         self.check(shared, case, "PD-TAIL-LAYERS", *(engines[name] for name in pair))
 
-    def test_mismatch_tail_that_decode_does_not_expect(
+    def test_mismatch_tail_shorter_than_the_draft_reads(
         self, shared: Shared, engines
     ) -> None:
-        case = "mismatch: a tail that decode does not expect"
-        self.check(shared, case, "PD-MODE", engines["short"], shared.decode)
+        """A decode without any variable learns of the tail and judges it."""
+        case = "mismatch: a tail of 16 tokens, a draft that reads all"
+        self.check(shared, case, "PD-TAIL-WINDOW", engines["short"], shared.decode)
 
 
 def test_mismatch_prefill_restarted_with_other_flags(shared: Shared) -> None:

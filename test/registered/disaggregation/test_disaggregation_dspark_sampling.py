@@ -11,10 +11,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import exp
 from typing import Any
 
 import pytest
+from pd_fuzz import (
+    BODIES,
+    REFUSED_BODIES,
+    assert_alive_and_empty,
+    body_of,
+    post,
+    sampling,
+    send_all,
+    with_room,
+)
 from pd_parity import Pair, accept_length, assert_both_paths_ran, verify_vector
 from scipy import stats
 
@@ -272,6 +283,78 @@ def test_the_first_chat_of_a_newcomer(native_pair: Pair, unified: Engine) -> Non
         for server in (unified, native_pair.router)
     }
     assert len(texts) == 1
+
+
+def test_samples_of_a_pair_are_those_of_unified(
+    native_pair: Pair, unified: Engine
+) -> None:
+    body = {
+        "input_ids": [list(COPYING), list(UNSURE)],
+        "sampling_params": {
+            "n": 3,
+            "temperature": 0,
+            "max_new_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+        },
+    }
+    alone, pair = (
+        [
+            (answer["output_ids"], answer["meta_info"]["spec_verify_ct"])
+            for answer in web.call(f"{server.url}/generate", body, timeout_s=20.0)
+        ]
+        for server in (unified, native_pair.router)
+    )
+    assert pair == alone
+    assert len(pair) == 6
+    chat = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": NEW_TOKENS,
+        "n": 2,
+    }
+    answer = web.call(f"{native_pair.router.url}/v1/chat/completions", chat, 20.0)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+
+
+def test_clients_that_leave_samples_and_streams_cost_nothing(
+    native_pair: Pair,
+) -> None:
+    """At every stage of a request, from before it is tokenized until it is decoded."""
+    kinds = (sampling(n=2), sampling(n=4), {"stream": True}, {"input_ids": [65] * 700})
+    bodies = [body_of(fields) for fields in kinds]
+    for body in bodies:
+        assert post(native_pair.router, body, 20.0) == 200
+        body["sampling_params"]["max_new_tokens"] = 64
+    for after_s in (0.001, 0.01, 0.03, 0.06, 0.12):
+        with ThreadPoolExecutor(8) as pool:
+            for body in bodies * 2:
+                pool.submit(post, native_pair.router, body, after_s)
+    assert_alive_and_empty(native_pair.prefill, native_pair.decode)
+
+
+def test_no_body_ends_an_engine(native_pair: Pair, unified: Engine) -> None:
+    pair = (native_pair.prefill, native_pair.decode)
+    with ThreadPoolExecutor(2) as pool:
+        sent = [
+            pool.submit(send_all, engines, BODIES, limit_s=1.5)
+            for engines in ([unified], pair)
+        ]
+    alone, together = (future.result() for future in sent)
+    assert_alive_and_empty(unified, said=alone)
+    assert_alive_and_empty(*pair, said=together)
+    assert together["a batch"] == together["n=3"] == [200, 200]
+    for name in REFUSED_BODIES:
+        assert alone[name] == [400], name
+        assert together[name] == [400, 400], name
+
+
+def test_two_requests_of_one_room_do_not_end_decode(native_pair: Pair) -> None:
+    engines = (native_pair.prefill, native_pair.decode)
+    body = with_room(engines[0], body_of(sampling(max_new_tokens=64)))
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(lambda e: post(e, body, 1.5), [*engines, *engines]))
+    assert 400 in said
+    assert_alive_and_empty(*engines)
 
 
 def test_every_process_is_healthy_at_the_end(

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import random_models
 from pd_faults import abort_at_random
+from pd_fuzz import PROMPTS, assert_alive_and_empty, sampling, send_all
 from pd_parity import (
     assert_both_paths_ran,
     assert_parity,
@@ -45,11 +46,8 @@ from dspark_pd.bed.prompts import make_prompts
 pytestmark = pytest.mark.e2e
 
 SETS = ("sliding", "sliding-short", "sliding-long")
-CAPTURE = {
-    "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1",
-    "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1",
-}
-EXPECT = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "-1"}
+CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
+LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 PROBE = Path(__file__).parent / "draft_pool_probe"
 # Metadata of one request beside the tail, and the tail's own header.
 METADATA_BYTES, HEADER_BYTES = 1600, 64
@@ -67,11 +65,10 @@ def prefill_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec
     )
 
 
-def decode_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec:
+def decode_spec(name: str, **options) -> EngineSpec:
+    """A DSPARK decode, which needs no variable."""
     draft = options.pop("draft", MODELS.draft_swa)
-    return EngineSpec(
-        name, "decode", MODELS.target, draft, env=env or EXPECT, **options
-    )
+    return EngineSpec(name, "decode", MODELS.target, draft, **options)
 
 
 def window() -> int:
@@ -94,9 +91,9 @@ class Fleet:
 
 
 def watched(probe: Path) -> dict[str, str]:
-    """Environment of a decode that expects a tail and shows its draft KV."""
+    """Environment of a decode that shows its draft KV."""
     path = os.pathsep.join(filter(None, [str(PROBE), os.environ.get("PYTHONPATH")]))
-    return {**EXPECT, "PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
+    return {"PYTHONPATH": path, "DRAFT_POOL_PROBE_DIR": str(probe)}
 
 
 @pytest.fixture(scope="class")
@@ -114,7 +111,7 @@ def fleet(
                 args={"decode-log-interval": 1},
             ),
             prefill_spec("tail-pp1"),
-            prefill_spec("tail-pp2", pp=2),
+            prefill_spec("tail-pp2", pp=2, env={LAYER_IDS: layer_list()}),
             EngineSpec(
                 "tail-native",
                 "prefill",
@@ -149,6 +146,10 @@ def kv_bytes_per_token() -> int:
 
 def captured_layers(draft: Path) -> list[int]:
     return check_checkpoint(draft, "draft")["target_layer_ids"]
+
+
+def layer_list(draft: Path = MODELS.draft_swa) -> str:
+    return ",".join(map(str, captured_layers(draft)))
 
 
 def hidden_state_bytes() -> int:
@@ -190,21 +191,14 @@ def wide_pair(bed: Bed) -> Iterator[list[Engine]]:
     bed.stop(*engines)
 
 
-PARTIAL = {
-    "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "8",
-    "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "1",
-}
+PARTIAL = {"SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "1"}
 
 
 @pytest.fixture(scope="class")
 def partial_client(bed: Bed) -> Iterator[Client]:
     """A full-attention draft with a tail of eight tokens, allowed explicitly."""
-    ids = ",".join(map(str, captured_layers(MODELS.draft_full)))
-    capture = {
-        **CAPTURE,
-        **PARTIAL,
-        "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": ids,
-    }
+    # Prefill knows no draft: eight tokens are its default, and decode has to consent.
+    capture = {LAYER_IDS: layer_list(MODELS.draft_full)}
     prefill = EngineSpec("tail-partial-p", "prefill", MODELS.target, env=capture)
     decode = decode_spec("tail-partial-d", draft=MODELS.draft_full, env=PARTIAL)
     engines = bed.start([prefill, decode])
@@ -353,11 +347,69 @@ class TestTailFleet:
             replies = send(fleet.client(prefill), name)
             assert_parity(replies, name, references, MODELS.draft_swa)
 
+    def test_tail_no_prompt_ends_a_stage(self, fleet: Fleet) -> None:
+        engines = (fleet.pp2, fleet.decode)
+        said = send_all(engines, {**PROMPTS, "n": sampling(n=2)}, limit_s=2.0)
+        assert_alive_and_empty(*engines, said=said)
+        assert said["prompt text=''"] == [400, 400]
+        assert said["a batch"] == said["n"] == [200, 200]
+
     def test_tail_engines_are_healthy(self, bed: Bed, fleet: Fleet) -> None:
         bed.assert_healthy()
         for engine in (fleet.decode, fleet.pp1, fleet.pp2, fleet.native):
             assert "Traceback" not in engine.log_text()
         assert "were not captured" not in fleet.pp1.log_text() + fleet.pp2.log_text()
+
+
+@pytest.fixture(scope="class")
+def proof_of_concept(bed: Bed, tmp_path_factory: pytest.TempPathFactory):
+    """The two commands of the proof of concept, with the draft in the target's checkpoint.
+
+    Room for one request at a time on prefill: all others have to wait for it.
+    """
+    model = tmp_path_factory.mktemp("model")
+    for file in MODELS.target.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "dspark").symlink_to(MODELS.draft_swa)
+    ids = {LAYER_IDS: layer_list()}
+    alone = {"disable-radix-cache": True, "max-running-requests": 2}
+    engines = bed.start(
+        [
+            EngineSpec("poc-p", "prefill", model, pp=2, args=alone, env=ids),
+            EngineSpec(
+                "poc-d", "decode", model, args={"speculative-algo": "DSPARK"}, env=ids
+            ),
+        ]
+    )
+    yield engines
+    bed.stop(*engines)
+
+
+class TestProofOfConcept:
+    """What its page tells users to start."""
+
+    @pytest.mark.parametrize("name", SETS)
+    def test_both_commands_run_as_written(
+        self, proof_of_concept: list[Engine], references: References, name: str
+    ) -> None:
+        replies = send(Client.direct(*proof_of_concept), name)
+        assert_parity(replies, name, references, MODELS.draft_swa)
+
+    def test_requests_without_room_wait(
+        self, proof_of_concept: list[Engine], references: References
+    ) -> None:
+        """Far more at once than prefill has rows for: none is refused."""
+        client = Client.direct(*proof_of_concept)
+        replies = send(client, "sliding-beyond", parallel=16)
+        assert_parity(replies, "sliding-beyond", references, MODELS.draft_swa)
+        assert "were not captured" not in proof_of_concept[0].log_text()
+
+    def test_what_is_printed(self, proof_of_concept: list[Engine]) -> None:
+        """Each engine says what it hands over, or how much memory that takes."""
+        prefill, decode = (engine.log_text() for engine in proof_of_concept)
+        assert "of the last 31 tokens" in prefill
+        for log in (prefill, decode):
+            assert re.search(r"requests of .* MiB are .* MiB for all ranks", log)
 
 
 class TestTailPages:
@@ -448,10 +500,8 @@ def test_tail_of_other_targets(bed: Bed, tmp_path: Path, family: str) -> None:
 
 def test_tail_refusals_at_start(bed: Bed) -> None:
     """The message must reach whoever starts the engine."""
-    uncovered = decode_spec("tail-bad-d", draft=MODELS.draft_full, env={
-        "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "8"
-    })  # fmt: skip
-    assert "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT=1" in refused(bed, uncovered)
+    others = decode_spec("tail-bad-d", env={LAYER_IDS: "0,1"})
+    assert f"{LAYER_IDS}=0,1 on decode, but its draft reads" in refused(bed, others)
     misplaced = EngineSpec("tail-bad-u", "unified", MODELS.target, env=CAPTURE)
     assert "only a prefill engine has hidden states to hand over" in refused(
         bed, misplaced

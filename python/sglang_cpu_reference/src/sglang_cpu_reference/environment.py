@@ -14,6 +14,10 @@ DEFAULTS = {
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
     # KV moves as tensor indexing instead of a Triton kernel.
     "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
+    # NIXL's wheel brings its own libibverbs and libnl, and UCX's EFA module loads the
+    # system's beside them where rdma-core is installed. The two crash each other at exit
+    # (https://github.com/ai-dynamo/nixl/pull/1929). No transfer here needs RDMA.
+    "UCX_MODULES": "^ib",
 }
 
 

@@ -12,6 +12,9 @@ Life cycle of a prefill, as decode sees it:
    until its bootstrap timeout. Once a refusal is older than a second, the next request
    makes contact again; the refusal stands until that is answered.
 
+A single request that decode refuses at its intake is told to prefill in the same way
+(`tells_refusals`).
+
 The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
 not raise there. All state is in `PrefillPeers`, one object of the KV manager.
 """
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
         CommonKVReceiver,
         PrefillServerInfo,
     )
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
+    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -315,6 +320,63 @@ def refuse_request(receiver: CommonKVReceiver, prefill_dp_rank: int) -> bool:
     now = time.monotonic()
     peers_of(manager).telling.submit(_tell, receiver, refusal, prefill_dp_rank, now)
     return True
+
+
+def tells_refusals(add: Callable[..., None]) -> Callable[..., None]:
+    """Decorate decode's intake of a request: prefill is told of one that it refuses.
+
+    Without it prefill holds the request until its bootstrap timeout, and the client with
+    it: the router answers when both engines have.
+    """
+
+    @functools.wraps(add)
+    def add_or_tell(
+        queue: DecodePreallocQueue, req: Req, *args: object, **kwargs: object
+    ) -> None:
+        from sglang.srt.disaggregation.common.admission import refusal_of
+
+        add(queue, req, *args, **kwargs)
+        refusal = refusal_of(req)
+        if refusal is not None:
+            _tell_refused_request(queue, req, refusal)
+
+    return add_or_tell
+
+
+def _tell_refused_request(queue: DecodePreallocQueue, req: Req, reason: str) -> None:
+    from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
+
+    manager, address = queue.kv_manager, f"{req.bootstrap_host}:{req.bootstrap_port}"
+    if req.bootstrap_room in manager.request_status:
+        return  # the room is another request's, with which both engines go on
+    if not manager.try_ensure_parallel_info(address):
+        return  # it does not answer, and its part of the request has failed for that
+    info, now = manager.prefill_info_table[address], time.monotonic()
+    description = prefill_description(manager, address) or UNPATCHED
+    refusal = Refusal(reason, now, info, description)
+    # It knows the way to prefill. Cleared, because nothing will arrive for it.
+    receiver = get_kv_class(queue.transfer_backend, KVClassType.RECEIVER)(
+        mgr=manager, bootstrap_addr=address, bootstrap_room=req.bootstrap_room
+    )
+    receiver.clear()
+    rank = queue._resolve_prefill_dp_rank(req)
+    for dp_rank in range(info.dp_size) if rank is None else [rank]:
+        peers_of(manager).telling.submit(_tell, receiver, refusal, dp_rank, now)
+
+
+def explain_missing_prefill(
+    queue: DecodePreallocQueue, decode_req: DecodeRequest, error: str
+) -> None:
+    """Say in a request's failure that its prefill did not answer.
+
+    Args:
+        error: upstream's text, which it only logs; the client got "Aborted by AbortReq."
+    """
+    reason = (
+        f"[PD-NO-PREFILL] {error}, one a second. Nothing answers at this bootstrap address: "
+        "see that prefill runs, and that the port is its --disaggregation-bootstrap-port."
+    )
+    queue.kv_manager.record_failure(decode_req.req.bootstrap_room, reason)
 
 
 def _tell(

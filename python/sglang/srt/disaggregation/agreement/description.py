@@ -50,6 +50,7 @@ _BUNDLED_DRAFT_FIELDS = (
     "dspark_noise_token_id",
     "dspark_target_layer_ids",
 )
+_RADIX_FLAG = "--disaggregation-decode-enable-radix-cache"
 _LAYER_PARTITION = "SGLANG_PP_LAYER_PARTITION"
 # Flags' names for dtypes, as torch names them.
 _DTYPES = {
@@ -129,20 +130,23 @@ def describe(
         description.update(describe_draft(source, draft_config))
         description["draft_kv_dtype"] = draft_kv_dtype(args, target_config)
     if mode == "tail":
-        description["dspark"] = describe_tail(role, draft_config, environ)
+        description["dspark"] = describe_tail(role, args, draft_config, environ)
     known = {key: value for key, value in description.items() if value is not None}
     return known | {"algorithm": algorithm}
 
 
 def mode_of(role: str, algorithm: str | None, environ: Mapping[str, str]) -> str:
-    """How draft context is handed over or taken: native, tail or none."""
+    """How draft context is handed over or taken: native, tail or none.
+
+    A decode of mode tail takes both.
+    """
     if role == "decode":
-        if algorithm != "DSPARK":
-            return "none"
-        return "tail" if environ.get(TAIL_TOKENS) else "native"
+        return "tail" if algorithm == "DSPARK" else "none"
     if algorithm == "DSPARK":
         return "native"
-    return "tail" if _on(environ, CAPTURE) else "none"
+    named = environ.get(LAYER_IDS) and CAPTURE not in environ
+    captures = algorithm is None and (named or _on(environ, CAPTURE))
+    return "tail" if captures else "none"
 
 
 def parallel_sizes(args: Mapping[str, Any]) -> dict[str, int]:
@@ -245,17 +249,18 @@ def draft_kv_dtype(
 
 
 def describe_tail(
-    role: str, draft_config: Mapping[str, Any] | None, environ: Mapping[str, str]
+    role: str,
+    args: Mapping[str, Any],
+    draft_config: Mapping[str, Any] | None,
+    environ: Mapping[str, str],
 ) -> dict[str, Any]:
     """The tail as flags and environment give it; the running engine knows more.
 
     `window_need` is the number of tokens whose hidden states the draft reads before its
     block: None for a draft that attends to everything, absent when its config is unknown.
+    `must_cover` says why decode takes no tail that is shorter.
     """
-    dspark: dict[str, Any] = {"mode": "tail"}
-    tokens = int(environ.get(TAIL_TOKENS) or DEFAULT_TAIL_TOKENS)
-    if tokens > 0:  # -1 is "what the window needs", resolved at start
-        dspark["tail_tokens"] = tokens
+    dspark: dict[str, Any] = {}
     if role == "prefill" and environ.get(LAYER_IDS):
         dspark["layer_ids"] = _integers(environ[LAYER_IDS])
     if draft_config:
@@ -264,6 +269,16 @@ def describe_tail(
         if ids and "layer_ids" not in dspark:
             dspark["layer_ids"] = sorted(ids)
         dspark["window_need"] = window_need(draft_config)
+    # -1 is what the window needs, and so is the default of a prefill that knows it.
+    tokens = int(environ.get(TAIL_TOKENS) or -1)
+    if tokens == -1:
+        tokens = dspark.get("window_need") or 0
+    if not tokens and role == "prefill" and not environ.get(TAIL_TOKENS):
+        tokens = DEFAULT_TAIL_TOKENS
+    if tokens and (role == "prefill" or environ.get(TAIL_TOKENS)):
+        dspark["tail_tokens"] = tokens
+    if role == "decode" and args.get("disaggregation_decode_enable_radix_cache"):
+        dspark["must_cover"] = f"{_RADIX_FLAG} shares it between requests"
     return dspark
 
 

@@ -170,12 +170,11 @@ def aux_layout(buffers: MetadataBuffers) -> list[str]:
     """``name:bytes per slot`` of the metadata buffers, in the order of allocation.
 
     The sender addresses a slot with its own width, so widths must agree like names.
-    The tail of a handoff is left out: it is the last buffer and its mode covers it.
     """
     return [
         f"{name}:{value[0].nbytes}"
         for name, value in vars(buffers).items()
-        if hasattr(value, "data_ptr") and "tail" not in name
+        if hasattr(value, "data_ptr")
     ]
 
 

@@ -148,6 +148,10 @@ class Pair:
         return need is None or (have is not None and have < need)
 
     @property
+    def must_cover(self) -> bool:
+        return bool(look_up(self.decode, "dspark.must_cover"))
+
+    @property
     def short_tail_allowed(self) -> bool:
         """Both engines accept a short tail, of a length that they can start with.
 
@@ -249,7 +253,6 @@ def _checksum_on_one_engine(pair: Pair) -> bool:
     shorter, longer = sorted((aux or [] for aux in pair.both("aux")), key=len)
     return (
         pair.described
-        and pair.prefill_mode != "tail"
         and len(longer) == len(shorter) + 1
         and longer[:-1] == shorter
         and longer[-1].partition(":")[0] == CHECKSUM_BUFFER
@@ -271,11 +274,6 @@ def _aux_layouts_clash(pair: Pair) -> bool:
 
 def _algorithms_clash(pair: Pair) -> bool:
     return pair.differ("algorithm") and "DSPARK" in pair.both("algorithm")
-
-
-def _decode_ignores_tail(pair: Pair) -> bool:
-    modes = (pair.prefill_mode, pair.decode.get("mode"))
-    return pair.described and pair.decode_drafts and modes == ("tail", "native")
 
 
 def _draft_only_on_prefill(pair: Pair) -> bool:
@@ -452,7 +450,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "buffers",
         "run the same --speculative-algorithm; enable "
         "SGLANG_ENABLE_DISAGG_SAMPLING_MASK and the DSA top-k buffer on both engines or "
-        "on none, and with a tail --disaggregation-enable-kv-checksum as well",
+        "on none",
     ),
     Rule(
         "PD-AUX-CHECKSUM",
@@ -523,9 +521,8 @@ DRAFT_RULES: tuple[Rule, ...] = (
         lambda p: p.cold and not p.cold_allowed and not _draft_hides_values(p),
         "decode runs DSPARK, and prefill neither runs DSPARK nor captures hidden states",
         COLD,
-        f"{_DRAFT_ON_PREFILL}, or capture the prompt's tail on prefill with {CAPTURE}=1 "
-        f"(and {TAIL_TOKENS} on both engines), or accept a cold draft with "
-        f"{ALLOW_COLD_DRAFT}=1 on decode",
+        f"{_DRAFT_ON_PREFILL}, or capture the prompt's tail on prefill with {CAPTURE}=1, "
+        f"or accept a cold draft with {ALLOW_COLD_DRAFT}=1 on decode",
     ),
     Rule(
         "PD-COLD-DRAFT-ALLOWED",
@@ -569,12 +566,14 @@ DRAFT_RULES: tuple[Rule, ...] = (
     Rule(
         "PD-MODE",
         REFUSE,
-        "mode",
-        _decode_ignores_tail,
-        "prefill hands over a tail of hidden states that decode does not expect",
-        "decode would ignore the tail and draft without context",
-        f"set {TAIL_TOKENS} on decode to prefill's value, or run DSPARK on prefill "
-        f"without {CAPTURE}",
+        "dspark.no_tail",
+        lambda p: (
+            p.described and p.decode_drafts and p.prefill_mode == "tail" and not p.tail
+        ),
+        "prefill hands over a tail of hidden states that decode cannot take",
+        "the draft would start without context",
+        "change on decode what is named there, or run DSPARK on prefill",
+        absent="nothing",
     ),
     _equal(
         "PD-DRAFT-GEOMETRY",
@@ -660,18 +659,9 @@ DRAFT_RULES: tuple[Rule, ...] = (
     _equal(
         "PD-TAIL-TOKENS",
         "dspark.tail_tokens",
-        "the engines disagree on the length of the tail",
-        "metadata slots are addressed with prefill's length, so hidden states would "
-        "land in another request's slot",
-        f"set the same {TAIL_TOKENS} on both engines",
-        when="tail",
-    ),
-    _equal(
-        "PD-TAIL-ROW-BYTES",
-        "dspark.row_bytes",
-        "the engines disagree on the bytes of one token's hidden states",
-        "hidden states would land in another request's slot",
-        f"give both engines the same --dtype, target model and {LAYER_IDS}",
+        "decode was told to take tails of another length",
+        "none of its requests would get the context that it was started for",
+        f"unset {TAIL_TOKENS} on decode, or set prefill's value there",
         when="tail",
     ),
     Rule(
@@ -681,21 +671,31 @@ DRAFT_RULES: tuple[Rule, ...] = (
         lambda p: p.short_tail and not p.short_tail_allowed,
         "the tail is shorter than the context that the draft reads",
         _SHORT_CONTEXT,
-        f"raise {TAIL_TOKENS} on both engines (-1 = what the draft's window needs), run "
-        "DSPARK on prefill (the only exact way for a full-attention draft), or accept "
-        f"it with {ALLOW_PARTIAL_CONTEXT}=1 and a number of tokens (not -1) in "
-        f"{TAIL_TOKENS}, both on both engines",
-        # Flags alone do not resolve -1, which leaves the length to the draft's window.
-        absent="-1",
+        "name the draft on prefill (--speculative-draft-model-path without "
+        f"--speculative-algorithm reads its config only), or the window in {TAIL_TOKENS}; "
+        "run DSPARK on prefill (the only exact way for a full-attention draft); or accept "
+        f"it with {ALLOW_PARTIAL_CONTEXT}=1 on both engines and a number of tokens "
+        f"(not -1) in {TAIL_TOKENS} on prefill",
+        absent="not set",
     ),
     Rule(
         "PD-TAIL-WINDOW-ALLOWED",
         WARN,
         "dspark.tail_tokens",
-        lambda p: p.short_tail and p.short_tail_allowed,
+        lambda p: p.short_tail and p.short_tail_allowed and not p.must_cover,
         f"the tail is shorter than the draft's context ({ALLOW_PARTIAL_CONTEXT}=1)",
         _SHORT_CONTEXT,
-        f"raise {TAIL_TOKENS} on both engines",
+        f"raise {TAIL_TOKENS} on prefill",
+    ),
+    Rule(
+        "PD-TAIL-COVER",
+        REFUSE,
+        "dspark.must_cover",
+        lambda p: p.short_tail and p.short_tail_allowed and p.must_cover,
+        "the tail is too short, and decode cannot clear draft KV of what is missing",
+        "the draft would read KV of other requests",
+        f"raise {TAIL_TOKENS} on prefill, or change on decode what is named there",
+        absent="nothing",
     ),
     Rule(
         "PD-TAIL-CP",
@@ -726,14 +726,6 @@ def decide(decode: Description, prefill: Description) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: SEVERITIES.index(verdict.severity))
 
 
-def refusal(decode: Description, prefill: Description) -> Verdict | None:
-    """The verdict that forbids this pair, or None."""
-    verdicts = decide(decode, prefill)
-    if verdicts and verdicts[0].severity == REFUSE:
-        return verdicts[0]
-    return None
-
-
 # -- codes that are not rules -----------------------------------------------------------
 
 
@@ -759,22 +751,20 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "PD-UPSTREAM",
         "decode",
         "one of SGLang's own checks of a prefill failed; its text follows the code",
-        "change what that text names; without this set such an error ends the decode "
-        "engine",
+        "change what that text names; without this set such an error ends decode",
     ),
     RuntimeCode(
         "PD-NOT-REGISTERED",
         "prefill",
-        "a request came from a decode that is not registered with this prefill, for "
-        "example because prefill was restarted",
+        "a request came from a decode that this prefill does not know, for example "
+        "because prefill was restarted",
         "nothing if it happens once: a decode with this set registers again at its next "
         "request; restart a decode without the set",
     ),
     RuntimeCode(
         "PD-REGISTRATION",
         "prefill",
-        "a decode could not be registered, for example because its KV regions do not "
-        "fit; the error follows the code",
+        "a decode could not be registered; the error follows the code",
         "give both engines the same model, draft and parallel sizes",
     ),
     RuntimeCode(
@@ -794,5 +784,17 @@ RUNTIME_CODES: tuple[RuntimeCode, ...] = (
         "prefill",
         "a Mooncake worker could not send the KV of a request; only this request fails",
         "look at prefill's log for the traceback",
+    ),
+    RuntimeCode(
+        "PD-BAD-REQUEST",
+        "decode or prefill",
+        "the other engine refused the request; its reason follows, the status is 400",
+        "change the request, or give both engines the same limits",
+    ),
+    RuntimeCode(
+        "PD-NO-PREFILL",
+        "decode",
+        "nothing answers at the bootstrap address of the request's prefill",
+        "start it, or give the router the port of its --disaggregation-bootstrap-port",
     ),
 )

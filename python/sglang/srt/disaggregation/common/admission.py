@@ -6,8 +6,9 @@ is made; the socket shows it every message (see `control_threads.py`).
 Prefill (`PrefillAdmission`): a registration passes the readers of its trailing frames.
 A room's metadata from a decode that was refused or is not registered fails that room on
 both engines, with the reason. What decode says about a room before its request is
-here waits for the request. If upstream's handling of a registration raises, it is
-undone, and the rooms of that decode fail with the reason.
+here waits for the request. When prefill refuses or fails a room, decodes that asked for
+it get the reason, and one that asks later gets it at once. If upstream's handling of a
+registration raises, it is undone, and the rooms of that decode fail with the reason.
 
 Decode (`DecodeAdmission`): when prefill says that it does not know this decode, the next
 request registers again.
@@ -18,12 +19,16 @@ name or session id, ...]`` on both backends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
@@ -41,13 +46,22 @@ from sglang.srt.utils.network import NetworkAddress
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
     from sglang.srt.disaggregation.mooncake.conn import TransferKVChunk
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 # Decode refuses a room of this prefill: ``[ROOM_REFUSED, room, reason]``.
 ROOM_REFUSED = b"ROOM_REFUSED"
+# This prefill refused or failed a room: ``[ROOM_ENDED, room, reason]``, to its own
+# control thread, which alone knows the decodes that asked for the room.
+ROOM_ENDED = b"ROOM_ENDED"
 # Decode knows by this code that it must register again.
 NOT_REGISTERED = "[PD-NOT-REGISTERED]"
+# An engine answers 400 by this code, in place of 500: the other one refused what the
+# client sent. Routers send a request again after 500, and count it against the engine.
+BAD_REQUEST = "[PD-BAD-REQUEST]"
 
 # Readers of trailing frames of a registration, each called with the manager and the
 # message. A reader may take its frame off the message, and returns why the decode is
@@ -58,11 +72,14 @@ registration_readers: list[
 
 _NIXL_GUARD = b"NixlMsgGuard"
 _ABORT = b"ABORT"
+_ROOM_NEWS = (_ABORT, ROOM_REFUSED, ROOM_ENDED)
 _REGISTRATION = "None"
 # Messages of prefill that begin with their kind and go on with their room.
 _KINDS_BEFORE_ROOM = (b"CHUNK_READY", b"AUX_DATA", b"STAGING_REQ", b"ABORT_ACK")
-_MAX_EARLY_ROOMS = 8192
+_MAX_ROOMS = 8192
 _ANSWER_LINGER_MS = 1000
+# From a scheduler's error to its end, for what it has to tell its peers.
+_LAST_WORDS_S = 0.5
 
 
 def guard_socket(manager: CommonKVManager) -> None:
@@ -94,6 +111,15 @@ class Envelope(NamedTuple):
             return None
 
 
+class RecentRooms(OrderedDict):
+    """Something by room, for the latest rooms."""
+
+    def __setitem__(self, room: int, value: object) -> None:
+        super().__setitem__(room, value)
+        while len(self) > _MAX_ROOMS:
+            self.popitem(last=False)
+
+
 @dataclasses.dataclass
 class PrefillAdmission:
     """Prefill's `MessageHandler`; the control thread writes, the scheduler reads.
@@ -102,28 +128,24 @@ class PrefillAdmission:
         refused: why decodes are refused, by agent name or session id.
         verdicts: of rooms whose request has not arrived: why it will fail, and since
             when.
-        opened: the latest rooms whose request has arrived; a verdict that comes after
-            the request must not fail a later request with the same room number.
+        opened: rooms whose request has arrived; a verdict that comes after the request
+            must not fail a later request with the same room number.
+        asked: who sent metadata for a room; of the control thread alone.
+        ended: why this prefill refused or failed a room, and since when.
     """
 
     manager: CommonKVManager
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    verdicts: OrderedDict[int, tuple[str, float]] = dataclasses.field(
-        default_factory=OrderedDict
-    )
-    opened: OrderedDict[int, None] = dataclasses.field(default_factory=OrderedDict)
+    verdicts: RecentRooms = dataclasses.field(default_factory=RecentRooms)
+    opened: RecentRooms = dataclasses.field(default_factory=RecentRooms)
+    asked: RecentRooms = dataclasses.field(default_factory=RecentRooms)
+    ended: RecentRooms = dataclasses.field(default_factory=RecentRooms)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def admits(self, message: list[bytes]) -> bool:
-        """False for a refusal, and for messages of a refused or unregistered decode."""
-        kind = message[0]
-        if kind == _ABORT and len(message) > 1:
-            if int(message[1]) not in self.manager.request_status:
-                self.fail_room(int(message[1]), "Aborted by decode before it got here")
-            return True
-        if kind == ROOM_REFUSED:
-            self._take_refusal(int(message[1]), message[2])
-            return False
+        """False for news of a room, and for messages of a refused or unregistered decode."""
+        if message[0] in _ROOM_NEWS and len(message) > 1:
+            return self._admits_news(*message[:3])
         envelope = Envelope.read(message)
         if envelope is None:
             return True
@@ -150,10 +172,26 @@ class PrefillAdmission:
             "release of SGLang and of sglang-dspark-pd on both engines.",
         )
 
-    def _take_refusal(self, room: int, text: bytes) -> None:
-        reason = "refused by decode: " + text.decode("utf-8", errors="replace")
-        log_once(logger.error, f"A decode engine refuses this prefill: {reason}")
-        self.fail_room(room, reason)
+    def _admits_news(self, kind: bytes, room: bytes, text: bytes = b"") -> bool:
+        """Take what is said of a room; True for an abort, on which upstream works too."""
+        number, reason = int(room), text.decode("utf-8", errors="replace")
+        asked = self.asked.pop(number, [])
+        if kind == _ABORT:
+            if number not in self.manager.request_status:
+                self.fail_room(number, "Aborted by decode before it got here")
+            return True
+        if kind == ROOM_REFUSED:
+            reason = "refused by decode: " + reason
+            if BAD_REQUEST not in reason:
+                log_once(
+                    logger.error, f"A decode engine refuses this prefill: {reason}"
+                )
+            self.fail_room(number, reason)
+        else:
+            self.ended[number] = (reason, time.monotonic())
+            for envelope in asked:
+                self._tell(envelope, reason)
+        return False
 
     def _admits_registration(self, message: list[bytes], decode: str) -> bool:
         self.refused.pop(decode, None)
@@ -166,9 +204,15 @@ class PrefillAdmission:
         return True
 
     def _admits_metadata(self, envelope: Envelope) -> bool:
+        ended = self._fresh(self.ended.get(envelope.room))
+        if ended is not None:
+            self._tell(envelope, ended)
+            return False
         reason = self.refused.get(envelope.decode)
         if reason is None:
             if envelope.decode in self.manager.decode_kv_args_table:
+                asked = self.asked.get(envelope.room, [])
+                self.asked[envelope.room] = [*asked, envelope]
                 return True
             reason = (
                 f"{NOT_REGISTERED} decode {envelope.decode} is not registered with this "
@@ -179,13 +223,16 @@ class PrefillAdmission:
         return False
 
     def _fail_on_both(self, envelope: Envelope, reason: str) -> None:
-        """Fail a room on this engine, and tell its decode why.
+        self.fail_room(envelope.room, reason)
+        self._tell(envelope, reason)
+
+    def _tell(self, envelope: Envelope, reason: str) -> None:
+        """Fail a room on the decode that asked for it.
 
         Over a socket of its own: upstream keeps one for each address for ever, and a
         refused decode may be gone.
         """
         manager = self.manager
-        self.fail_room(envelope.room, reason)
         parts = manager._encode_kv_status_message(
             bootstrap_room=envelope.room, status=KVPoll.Failed, failure_reason=reason
         )
@@ -202,19 +249,17 @@ class PrefillAdmission:
         """Fail a room that has its request; keep the verdict for one that has not."""
         if self._fail_open_room(room, reason):
             return
-        now = time.monotonic()
         with self.lock:
             if room not in self.opened:
-                self.verdicts[room] = (reason, now)
-            while self.verdicts and self._is_over(next(iter(self.verdicts)), now):
-                self.verdicts.popitem(last=False)
+                self.verdicts[room] = (reason, time.monotonic())
         # The scheduler may have opened it between the two questions.
         self._fail_open_room(room, reason)
 
-    def _is_over(self, room: int, now: float) -> bool:
-        age_s = now - self.verdicts[room][1]
-        too_many = len(self.verdicts) > _MAX_EARLY_ROOMS
-        return too_many or age_s > self.manager.bootstrap_timeout
+    def _fresh(self, kept: tuple[str, float] | None) -> str | None:
+        """A kept reason; None when there is none, or it is of an earlier room."""
+        if kept is None or time.monotonic() - kept[1] > self.manager.bootstrap_timeout:
+            return None
+        return kept[0]
 
     def _fail_open_room(self, room: int, reason: str) -> bool:
         """False when the room has no request (yet, or any more)."""
@@ -229,12 +274,9 @@ class PrefillAdmission:
         """Note that a room has its request now; fail it if its verdict came early."""
         with self.lock:
             self.opened[room] = None
-            while len(self.opened) > _MAX_EARLY_ROOMS:
-                self.opened.popitem(last=False)
-            reason, since = self.verdicts.pop(room, (None, 0.0))
-        if reason is not None and (
-            time.monotonic() - since <= self.manager.bootstrap_timeout
-        ):
+            reason = self._fresh(self.verdicts.pop(room, None))
+        self.ended.pop(room, None)
+        if reason is not None:
             self._fail_open_room(room, reason)
 
     def _undo_registration(self, decode: str) -> None:
@@ -253,6 +295,91 @@ class PrefillAdmission:
 def adopt_early_verdict(sender: CommonKVSender) -> None:
     """Fail a new sender whose room decode gave up before the sender existed."""
     sender.kv_mgr.admission.open_room(sender.bootstrap_room)
+
+
+# -- rooms that prefill refuses or fails --------------------------------------------------
+
+
+def end_room(manager: CommonKVManager, room: int, reason: str) -> None:
+    """Give decode the reason why this prefill does not serve a room, now or when it asks.
+
+    Without it decode holds the room until its waiting timeout, and the client with it:
+    upstream tells decode about transfers that fail, and about nothing else.
+    """
+    address = NetworkAddress(manager.local_ip, manager.rank_port)
+    message = [ROOM_ENDED, str(room).encode("ascii"), reason.encode("utf-8")]
+    endpoint = address.to_tcp()
+    # Never waits: the control thread, which reads it, may be waiting for the caller.
+    # Decode's timeout is what remains.
+    with contextlib.suppress(zmq.ZMQError):
+        socket = manager._connect(endpoint, is_ipv6=address.is_ipv6)
+        with manager._socket_send_locks[endpoint]:
+            socket.send_multipart(message, zmq.NOBLOCK)
+
+
+def announce_failure(manager: CommonKVManager, room: int) -> None:
+    """End a room whose status becomes Failed on this engine, if it is a prefill."""
+    if isinstance(getattr(manager, "admission", None), PrefillAdmission):
+        reason = manager.failure_records.get(room, "prefill failed this request")
+        end_room(manager, room, reason)
+
+
+def announces_refusals(add: Callable[..., None]) -> Callable[..., None]:
+    """Decorate prefill's intake of a request: end the room of one that it refuses."""
+
+    @functools.wraps(add)
+    def add_or_end(
+        queue: PrefillBootstrapQueue, req: Req, *args: object, **kwargs: object
+    ) -> None:
+        add(queue, req, *args, **kwargs)
+        refusal = refusal_of(req)
+        if refusal is not None:
+            reason = f"refused by prefill: {refusal}"
+            end_room(queue.kv_manager, req.bootstrap_room, reason)
+
+    return add_or_end
+
+
+def refusal_of(req: Req) -> str | None:
+    """Why an engine refused a request at its intake; None for one that it took."""
+    # Not at the top: those modules import this one's callers.
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    refusal = req.finished_reason
+    if req.bootstrap_host == FAKE_BOOTSTRAP_HOST:  # a request without another engine
+        return None
+    if not isinstance(refusal, FINISH_ABORT):
+        return None
+    is_clients = refusal.status_code == HTTPStatus.BAD_REQUEST
+    return f"{BAD_REQUEST} {refusal.message}" if is_clients else refusal.message
+
+
+def status_of(message: str, status: HTTPStatus | None) -> HTTPStatus | None:
+    """The status of a request that fails with `message`, by default `status`."""
+    return HTTPStatus.BAD_REQUEST if BAD_REQUEST in message else status
+
+
+def leave_peers(scheduler: Scheduler | None) -> None:
+    """Fail the rooms of a scheduler that raised on its peers, and let its process end.
+
+    A control thread would keep the process, and the front end waits a minute for dumps
+    of a living one. Meanwhile it answers heartbeats, but no request.
+    """
+    if scheduler is None or scheduler.disaggregation_mode == DisaggregationMode.NULL:
+        return
+    if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:
+        manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+        for room, status in list(manager.request_status.items()):
+            if status != KVPoll.Success:
+                end_room(manager, room, "prefill's scheduler raised; its log says why")
+    else:
+        held = scheduler.disagg_decode_prealloc_queue.queue
+        for request in held + scheduler.disagg_decode_transfer_queue.queue:
+            request.kv_receiver.abort()
+    last = threading.Timer(_LAST_WORDS_S, os._exit, [1])
+    last.daemon = True
+    last.start()
 
 
 def fail_chunk(

@@ -117,6 +117,23 @@ def survives(
     return decorate
 
 
+def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
+    """Decorate upstream's change of a room's status, which several threads ask for.
+
+    It reads the old status and writes the new one in two steps. Of two threads, the
+    second to write undid what the first had written: a request that was opened at the
+    moment its metadata arrived waited for that metadata until its timeout.
+    """
+    lock = threading.RLock()
+
+    @functools.wraps(method)
+    def run(*args, **kwargs) -> None:
+        with lock:
+            method(*args, **kwargs)
+
+    return run
+
+
 def _run_with_restarts(
     manager: CommonKVManager, loop: Callable[[], None]
 ) -> str | None:

@@ -9,9 +9,11 @@ prefill and decode in two engines there are two ways to move that context:
   and sends them with the request's metadata; decode writes its draft KV from them.
 
 Life cycle: ``dspark_handoff_startup`` refuses arguments that cannot work before any
-process is started; each scheduler resolves its ``TailSpec`` once and keeps what it does
-in a handoff in one ``Handoff`` object (``activate``). The same numbers are described to
-the peer by ``describe_prefill`` and ``describe_decode``.
+process is started; each scheduler keeps what it does in a handoff in one ``Handoff``
+object (``activate``), and ``describe_role`` tells the peer. Prefill has to be told to
+capture, by one variable; decode learns from prefill's description that a tail will
+come, how long it is and of what shape, and the agreement's rules compare that with its
+own draft before it registers.
 
 One token's hidden states are those after the captured layers, concatenated:
 ``[K * hidden_size]`` in ascending layer order and in the target's dtype.
@@ -28,11 +30,7 @@ import msgspec
 import torch
 
 from sglang.srt.speculative.dspark_components import handoff_refusals as rules
-from sglang.srt.speculative.dspark_components.handoff_refusals import (
-    CAPTURE,
-    HEADER_BYTES,
-    TAIL_TOKENS,
-)
+from sglang.srt.speculative.dspark_components.handoff_refusals import HEADER_BYTES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from sglang.srt.speculative.dspark_components.dspark_handoff_tail import (
         TailBuffer,
         TailLayout,
+        TailSlots,
     )
     from sglang.srt.speculative.dspark_components.pp_aux_capture import StageShare
 
@@ -72,13 +71,8 @@ class TailSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one metadata slot: the header and room for the whole tail."""
+        """Bytes of one row: the header and room for the whole tail."""
         return HEADER_BYTES + self.tail_tokens * self.token_bytes
-
-    @property
-    def covers_draft(self) -> bool:
-        """Whether the draft reads nothing before the tail."""
-        return self.window_need is not None and self.tail_tokens >= self.window_need
 
     @property
     def fingerprint(self) -> int:
@@ -98,20 +92,22 @@ class Handoff:
     """What this process does in a handoff; an engine without one keeps the defaults.
 
     Args:
-        tail: the tail buffer; on a capturing prefill the last pipeline stage has it.
-        cap_tokens: a capturing prefill computes this many last tokens of every prompt
-            itself, on every stage alike; 0 elsewhere.
-        peers: places of the tail in decodes' metadata, by agent name or session id.
-            Kept as long as upstream keeps a registration, which it never drops by age.
+        spec: what a capturing prefill hands over, on every stage; None elsewhere.
+        tail: rows of hidden states: of the last stage of a capturing prefill, and of a
+            decode that has met one.
+        peers: where decodes keep their rows, by agent name or session id. Kept as long
+            as upstream keeps a registration, which it never drops by age.
         draft: decode's draft, whose context is written or cleared here.
+        slots: decode's metadata slots.
         stage: a pipeline stage's share of the captured layers.
         peer_draft_tokens: tokens the decode of a DeepSeek-V4 prefill verifies at once.
     """
 
+    spec: TailSpec | None = None
     tail: TailBuffer | None = None
-    cap_tokens: int = 0
     peers: dict[str, TailLayout] = dataclasses.field(default_factory=dict)
     draft: Draft | None = None
+    slots: TailSlots | None = None
     stage: StageShare | None = None
     peer_draft_tokens: int = 0
 
@@ -141,11 +137,8 @@ def deactivate() -> None:
 
 
 def capture_enabled() -> bool:
-    """Whether this process belongs to a prefill engine that captures hidden states.
-
-    Asked in every forward; start-up refused a value that is neither on nor off.
-    """
-    return rules.is_on(os.environ.get(CAPTURE))
+    """Whether this scheduler's forwards capture hidden states; asked in each of them."""
+    return _handoff.spec is not None
 
 
 def peer_draft_tokens() -> int:
@@ -159,11 +152,16 @@ def refuse_client_hidden_states(requested_mode: CaptureHiddenMode) -> None:
     Raises:
         ValueError: shown to the client.
     """
-    if capture_enabled() and requested_mode.need_capture():
+    if not requested_mode.need_capture():
+        return
+    # The tokenizer's process, which has no model to capture with.
+    from sglang.srt.runtime_context import get_server_args
+
+    if rules.captures(facts_of(_resolved(get_server_args()))):
         raise ValueError(
             "This prefill engine captures hidden states for its decode engines and cannot "
-            "return any to clients. Leave return_hidden_states out of the request, or "
-            f"unset {CAPTURE} on prefill and restart it."
+            "return any to clients. Leave return_hidden_states out of the request, or run "
+            f"prefill without {rules.CAPTURE} and {rules.LAYER_IDS}."
         )
 
 
@@ -229,43 +227,47 @@ def num_target_layers(model_config: ModelConfig) -> int:
     return int(config.num_hidden_layers) * int(getattr(config, "num_loops", None) or 1)
 
 
-def load_draft_config(cfg: ServerArgs) -> PretrainedConfig | None:
-    """The config of ``--speculative-draft-model-path``, None without the flag."""
+_DRAFT_ARGUMENTS = (
+    "model_path",
+    "revision",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+)
+
+
+def load_draft_config(cfg: ServerArgs, target: ModelConfig) -> PretrainedConfig | None:
+    """The config of an engine's draft where SGLang would look for it.
+
+    In the target's own, at ``--speculative-draft-model-path``, in the checkpoint's
+    folder for it; None where there is none.
+    """
+    from sglang.srt.disaggregation.agreement.description import draft_source
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    path = cfg.speculative_draft_model_path
-    if path is None:
+    args = {name: getattr(cfg, name, None) for name in _DRAFT_ARGUMENTS}
+    source = draft_source(args, target.hf_config.to_dict())
+    if source.bundled:
+        return target.hf_config
+    if source.path is None:
         return None
     config = get_config(
-        path,
+        source.path,
         trust_remote_code=cfg.trust_remote_code,
-        revision=cfg.speculative_draft_model_revision,
+        revision=source.revision,
         model_override_args=json.loads(cfg.json_model_override_args),
     )
     if config.architectures == ["DSparkMiniMaxDraftModel"]:
         from sglang.srt.configs.minimax_vl import configure_minimax_m3_dspark
 
-        config = configure_minimax_m3_dspark(config)
+        return configure_minimax_m3_dspark(config)
     return config
-
-
-def _draft_config_of(cfg: ServerArgs, target: ModelConfig) -> PretrainedConfig | None:
-    """The config of an engine's draft: one bundled in the target, else the flag's."""
-    from sglang.srt.speculative.dspark_components.dspark_config import (
-        checkpoint_bundles_dspark_draft,
-    )
-
-    if cfg.speculative_algorithm is None and checkpoint_bundles_dspark_draft(
-        target.hf_config
-    ):
-        return target.hf_config
-    return load_draft_config(cfg)
 
 
 def facts_of(
     cfg: ServerArgs,
     target: ModelConfig | None = None,
     draft_hf_config: PretrainedConfig | None = None,
+    role: str | None = None,
 ) -> dict[str, Any]:
     """Facts about this engine for ``handoff_refusals``.
 
@@ -273,10 +275,12 @@ def facts_of(
         cfg: resolved server arguments.
         target: with it, what the models' configs say is included.
         draft_hf_config: the draft's config where it is loaded already.
+        role: of an engine that has switched it; else as in the arguments.
     """
     names = (*rules.ARGUMENTS, *rules.GRAPH_ARGUMENTS)
     args = {name: getattr(cfg, name, None) for name in names}
-    facts = rules.facts_from(args, os.environ, role=cfg.disaggregation_mode)
+    role = role or cfg.disaggregation_mode
+    facts = rules.facts_from(args, os.environ, role=role)
     if target is None:
         return facts
     hf_config = target.hf_config
@@ -286,9 +290,8 @@ def facts_of(
     facts["num_layers"] = num_target_layers(target)
     facts["hidden_size"] = int(target.hidden_size)
     facts["dtype_bytes"] = target.dtype.itemsize
-    in_tail = rules.captures(facts) or rules.expects_tail(facts)
-    if in_tail or rules.captures_on_stages(facts):
-        draft = draft_hf_config or _draft_config_of(cfg, target)
+    if rules.takes_part(facts) or rules.captures_on_stages(facts):
+        draft = draft_hf_config or load_draft_config(cfg, target)
         if draft is not None:
             found = draft_facts(draft, target)
             facts["draft_layer_ids"], facts["window_need"] = found
@@ -313,7 +316,7 @@ def refuse(facts: rules.Facts) -> None:
 
 
 def spec_of(facts: rules.Facts, dtype: torch.dtype) -> TailSpec:
-    """The tail of an engine whose facts include its models'.
+    """The tail of a capturing prefill whose facts include its models'.
 
     Raises:
         HandoffConfigError: as ``refuse``.
@@ -328,91 +331,65 @@ def spec_of(facts: rules.Facts, dtype: torch.dtype) -> TailSpec:
     )
 
 
-def resolve_spec(
-    cfg: ServerArgs,
-    target: ModelConfig,
-    draft_hf_config: PretrainedConfig | None = None,
-) -> TailSpec:
-    """The tail that a capturing prefill sends, or that a DSPARK decode expects."""
-    return spec_of(facts_of(cfg, target, draft_hf_config), target.dtype)
-
-
 # -- what peers are told ------------------------------------------------------------------
-
-
-def describe_prefill(server_args: ServerArgs, model_config: ModelConfig):
-    """What this prefill hands over, or None for no draft context at all.
-
-    Returns:
-        mode (str, ``native`` or ``tail``), layer_ids (list[int], ascending),
-        hidden_size (int, values), dtype (str, such as ``bfloat16``), tail_tokens
-        (int; 0 when native), row_bytes (int, bytes of one token), window_need (int,
-        tokens; None for the whole prompt).
-
-    Raises:
-        HandoffConfigError: arguments or variables that cannot work.
-    """
-    cfg = _resolved(server_args)
-    if cfg.speculative_algorithm == "DSPARK":
-        return _describe_native(cfg, model_config)
-    if not capture_enabled():
-        return None
-    return _describe(resolve_spec(cfg, model_config))
-
-
-def describe_decode(server_args: ServerArgs, model_config: ModelConfig):
-    """What this decode can take; None when it does not run DSPARK.
-
-    A decode of mode ``tail`` also takes a native prefill, whose draft KV arrives with
-    the target KV. Keys, types and errors are those of ``describe_prefill``.
-    """
-    cfg = _resolved(server_args)
-    if cfg.speculative_algorithm != "DSPARK":
-        return None
-    if not tail_expected():
-        return _describe_native(cfg, model_config)
-    return _describe(resolve_spec(cfg, model_config))
-
-
-def tail_expected() -> bool:
-    """Whether a DSPARK decode was told to expect a tail from its prefill.
-
-    Naming the tail length is the switch: a decode without it keeps the metadata
-    buffers, and so the wire format, of a server that knows nothing of the handoff.
-    """
-    return TAIL_TOKENS in os.environ
-
-
-def _describe_native(cfg: ServerArgs, model_config: ModelConfig) -> dict:
-    facts = draft_facts(load_draft_config(cfg), model_config)
-    native = TailSpec(
-        layer_ids=facts.layer_ids,
-        hidden_size=int(model_config.hidden_size),
-        dtype=model_config.dtype,
-        tail_tokens=0,
-        window_need=facts.window_need,
-    )
-    return {**_describe(native), "mode": "native", "row_bytes": 0}
 
 
 def describe_role(
     role: str, server_args: ServerArgs, model_config: ModelConfig
 ) -> dict | None:
-    """This component's part of an engine's description, for the agreement."""
-    describe = describe_decode if role == "decode" else describe_prefill
-    return describe(server_args, model_config)
+    """This component's part of an engine's description, for the agreement.
+
+    Returns:
+        None for no draft context at all, else mode (str, ``native`` or ``tail``; a
+        decode of mode ``tail`` takes both), layer_ids (list[int], ascending),
+        hidden_size (int, values), dtype (str, such as ``bfloat16``), window_need (int,
+        tokens; None for the whole prompt; left out by a prefill that knows no window).
+        Where the length of the tail is known, tail_tokens (int). Of a decode, why it
+        takes no tail (no_tail, str), or none that covers less than its draft reads
+        (must_cover, str).
+    """
+    handoff = current()
+    if role == "decode" and handoff.draft is not None:
+        return _describe_decode(handoff.draft)
+    if handoff.spec is not None:
+        known = {k: v for k, v in _shape(handoff.spec).items() if v is not None}
+        return {**known, "mode": "tail"}
+    cfg = _resolved(server_args)
+    if role == "decode" or cfg.speculative_algorithm != "DSPARK":
+        return None
+    facts = draft_facts(load_draft_config(cfg, model_config), model_config)
+    return {**_shape(shape_of(facts, model_config)), "mode": "native"}
 
 
-def _describe(spec: TailSpec) -> dict:
-    return {
-        "mode": "tail",
+def _describe_decode(draft: Draft) -> dict:
+    described = {**_shape(draft.shape), "mode": "native" if draft.no_tail else "tail"}
+    notes = {
+        "tail_tokens": draft.pinned_tokens,
+        "no_tail": draft.no_tail,
+        "must_cover": draft.must_cover,
+    }
+    return described | {key: value for key, value in notes.items() if value}
+
+
+def shape_of(facts: DraftFacts, target: ModelConfig) -> TailSpec:
+    """What hidden states for a draft look like, however many of them travel."""
+    return TailSpec(
+        layer_ids=facts.layer_ids,
+        hidden_size=int(target.hidden_size),
+        dtype=target.dtype,
+        tail_tokens=0,
+        window_need=facts.window_need,
+    )
+
+
+def _shape(spec: TailSpec) -> dict:
+    shape = {
         "layer_ids": list(spec.layer_ids),
         "hidden_size": spec.hidden_size,
         "dtype": dtype_name(spec.dtype),
-        "tail_tokens": spec.tail_tokens,
-        "row_bytes": spec.token_bytes,
         "window_need": spec.window_need,
     }
+    return shape | ({"tail_tokens": spec.tail_tokens} if spec.tail_tokens else {})
 
 
 def _resolved(server_args: ServerArgs) -> ServerArgs:

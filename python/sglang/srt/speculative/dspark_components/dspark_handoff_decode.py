@@ -1,15 +1,18 @@
-"""Decode's side of the tail: from a metadata slot to draft KV.
+"""Decode's side of the tail: from a row that prefill wrote to draft KV.
 
-Life cycle of one request's tail: ``commit_tail`` copies it out of the metadata slot when
-the transfer is committed, because the slot is freed at once and its next owner's
-transfer is not ordered with this process; ``inject_tails`` writes the draft KV of every
-request of a prebuilt batch, on the schedule stream, between the fence that drained the
-running forward and the one the next forward waits for.
+Life cycle of one request's tail: ``commit_tail`` reads and checks its header when the
+transfer is committed, and holds its slot; ``inject_tails`` copies the hidden states of
+every request of a prebuilt batch from their rows to the device and writes the draft KV,
+on the schedule stream, between the fence that drained the running forward and the one
+the next forward waits for. Then the slots are given back.
 
 What no tail covers is zeroed when the draft would read it, so that acceptance depends
 on the request alone and never on who used the KV slots before; so is the context of a
 request that brings neither a tail nor draft KV. A draft whose pool masks by a first
 valid position (DeepSeek-V4) gets that position instead.
+
+``warm_up`` does it once when decode starts, so that a draft it does not work for shows
+then, and nothing compiles while requests wait.
 
 ``save_draft_kv`` and ``restore_draft_kv`` carry draft KV through a retraction whose
 backup covers the target's pools only (``cpu_tensor``; ``host_pool`` covers the draft's).
@@ -25,13 +28,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang.srt.disaggregation.common.control_threads import log_once
-from sglang.srt.speculative.dspark_components.dspark_handoff import current
+from sglang.srt.speculative.dspark_components.dspark_handoff import TailSpec, current
 from sglang.srt.speculative.dspark_components.dspark_handoff_tail import (
     MAGIC,
-    TailBuffer,
     TailHeader,
     same_room,
-    tail_of,
+)
+from sglang.srt.speculative.dspark_components.handoff_refusals import (
+    DEFAULT_TAIL_TOKENS,
 )
 
 if TYPE_CHECKING:
@@ -48,15 +52,17 @@ logger = logging.getLogger(__name__)
 
 # Device memory that injection takes beside the weights' and the pools'.
 MAX_BYTES_PER_CALL = 64 << 20
+MAX_WARM_UP_TOKENS = 128
 
 
 class Tail(NamedTuple):
-    """Hidden states of positions ``start`` to ``end`` - 1, ``[tokens, K * hidden_size]``;
-    None when there are none."""
+    """Hidden states of positions ``start`` to ``end`` - 1, ``[tokens, K * hidden_size]``,
+    in the row of a metadata slot; None where there are none."""
 
     start: int
     end: int
     hidden_states: torch.Tensor | None
+    slot: int | None = None
 
 
 NO_TAIL = Tail(0, 0, None)
@@ -67,64 +73,62 @@ class Draft:
     """This engine's draft: what reads the context, and what may be done to its pool.
 
     Args:
-        window_need: tokens it reads before a position, None for all.
+        shape: hidden states it is made from, and how many tokens it reads before a
+            position.
+        no_tail: why this decode takes no tail. A request without draft KV is left as
+            upstream leaves it then.
+        pinned_tokens: the only length of a tail that this decode takes.
         shares_slots: whether requests share token slots of a common prefix.
-        plain_slots: whether a request's token slots are entries of the pool. Where they
-            are not, a request without a tail is left as upstream leaves it.
     """
 
     pool: KVCache
-    window_need: int | None
-    shares_slots: bool
-    plain_slots: bool
-
-    @classmethod
-    def of(
-        cls,
-        pool: KVCache,
-        window_need: int | None,
-        *,
-        shares_slots: bool = False,
-        plain_slots: bool = True,
-    ) -> Draft:
-        # A pool that masks needs no clearing, so sharing does no harm there.
-        shares_slots = shares_slots and not hasattr(pool, "set_swa_valid_from")
-        return cls(pool, window_need, shares_slots, plain_slots)
+    shape: TailSpec
+    no_tail: str | None = None
+    pinned_tokens: int | None = None
+    shares_slots: bool = False
 
     @property
     def is_masked(self) -> bool:
         return hasattr(self.pool, "set_swa_valid_from")
 
     @property
-    def is_clearable(self) -> bool:
-        return is_clearable(self.pool)
+    def must_cover(self) -> str | None:
+        """Why a tail that covers less than the draft reads cannot be used."""
+        if self.is_masked:
+            return None
+        if self.shares_slots:
+            return (
+                "--disaggregation-decode-enable-radix-cache shares it between requests"
+            )
+        if not is_clearable(self.pool):
+            return f"{type(self.pool).__name__} keeps no entry per token slot"
+        return None
 
     @property
     def can_copy(self) -> bool:
-        return hasattr(self.pool, "k_buffer") and hasattr(self.pool, "get_cpu_copy")
+        return is_clearable(self.pool) and hasattr(self.pool, "get_cpu_copy")
 
     def first_read(self, seq_len: int) -> int:
         """The first position that the draft reads before ``seq_len``."""
-        return 0 if self.window_need is None else max(0, seq_len - self.window_need)
+        need = self.shape.window_need
+        return 0 if need is None else max(0, seq_len - need)
 
 
 def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest):
-    """Take a committed request's tail out of its slot, before the slot is freed.
+    """Take a committed request's tail, and hold its slot until it is injected.
 
-    A slot without a header has no tail: where prefill has a draft, the draft KV that
+    A row without a header has no tail: where prefill has a draft, the draft KV that
     arrived stays; elsewhere, draft KV that was never written is cleared. A tail that does not
     fit, or none where slots are shared, aborts the request with a message.
     """
-    draft = current().draft
-    if draft is None:
+    if current().draft is None:
         return
     req = decode_req.req
-    tail = tail_of(queue.metadata_buffers)
-    req.dspark_tail, problem = _taken(tail, slot, decode_req)
-    if tail is None and not draft.shares_slots:
-        return
+    req.dspark_tail, problem = _taken(slot, decode_req)
     problem = _agreed(problem, queue.gloo_group)
     if problem is None:
+        if req.dspark_tail is not None and req.dspark_tail.slot is not None:
+            current().slots.hold(slot, req)
         return
     from sglang.srt.disaggregation.utils import prepare_abort
 
@@ -133,30 +137,29 @@ def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def _taken(
-    tail: TailBuffer | None, slot: int, decode_req: DecodeRequest
-) -> tuple[Tail | None, str | None]:
+def _taken(slot: int, decode_req: DecodeRequest) -> tuple[Tail | None, str | None]:
     """The tail that a request brought (None for draft KV), and why it cannot be used."""
-    req = decode_req.req
+    req, tail = decode_req.req, current().tail
     header = tail.header(slot) if tail is not None else None
     if header is None:
-        if _brought_draft_kv(decode_req, expects_tail=tail is not None):
+        if _brought_draft_kv(decode_req):
             return None, None
         return NO_TAIL, None if _is_warm_up(req) else _shared_slots_problem()
-    problem = _header_problem(header, tail, req)
+    problem = _header_problem(header, tail.spec, req)
     if problem is not None:
         return None, problem
     if not header.count:
         return NO_TAIL, _shared_slots_problem()
-    taken = Tail(header.start, header.prompt_tokens, tail.read(slot, header))
-    return taken, None
+    hidden_states = tail.hidden_states[slot, : header.count]
+    return Tail(header.start, header.prompt_tokens, hidden_states, slot), None
 
 
 def _agreed(problem: str | None, group: torch.distributed.ProcessGroup) -> str | None:
     """The problem of any rank of this engine, so that all ranks abort together.
 
     Ranks that run different batches hang at the next collective. All of them commit the
-    same requests in the same order.
+    same requests in the same order. They may differ in what they know of a prefill at
+    that moment, so each asks for every request.
     """
     from sglang.srt.disaggregation.utils import all_reduce_flags
 
@@ -168,14 +171,12 @@ def _agreed(problem: str | None, group: torch.distributed.ProcessGroup) -> str |
     return problem
 
 
-def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
+def _brought_draft_kv(decode_req: DecodeRequest) -> bool:
     """Whether a request without a header got its draft KV with the target KV.
 
-    Prefill's description says so. Without a description, a decode that expects a tail
-    does not draft from KV that nobody announced, and one that expects none behaves as
-    upstream.
+    Prefill's description says so. Without one, decode does as upstream.
     """
-    if not current().draft.plain_slots:
+    if current().draft.no_tail is not None:
         return True
     if _is_warm_up(decode_req.req):
         return False
@@ -183,17 +184,12 @@ def _brought_draft_kv(decode_req: DecodeRequest, *, expects_tail: bool) -> bool:
     mode = prefill_mode(receiver.kv_mgr, receiver.bootstrap_addr)
     if mode is not None:
         return mode == "native"
-    drafts = (
-        "draft without context"
-        if expects_tail
-        else "draft from the KV it sent, if it sent any"
-    )
     log_once(
         logger.warning,
-        f"Prefill {receiver.bootstrap_addr} sent no tail and does not say whether it "
-        f"runs DSPARK; its requests {drafts}.",
+        f"Prefill {receiver.bootstrap_addr} does not say whether it runs DSPARK; its "
+        "requests draft from the KV it sent, if it sent any.",
     )
-    return not expects_tail
+    return True
 
 
 def prefill_mode(manager: CommonKVManager, bootstrap_addr: str) -> str | None:
@@ -211,7 +207,8 @@ def _is_warm_up(req: Req) -> bool:
 
 
 def _shared_slots_problem() -> str | None:
-    if not current().draft.shares_slots:
+    draft = current().draft
+    if draft.is_masked or not draft.shares_slots:
         return None
     return (
         "prefill sent no tail, and this decode shares draft KV between requests "
@@ -221,8 +218,7 @@ def _shared_slots_problem() -> str | None:
     )
 
 
-def _header_problem(header: TailHeader, tail: TailBuffer, req: Req) -> str | None:
-    spec = tail.spec
+def _header_problem(header: TailHeader, spec: TailSpec, req: Req) -> str | None:
     if header.magic != MAGIC:
         return (
             f"prefill writes tail layout {header.magic:#x}, this decode reads "
@@ -269,11 +265,14 @@ def inject_tails(scheduler: Scheduler, batch: ScheduleBatch) -> None:
         return
     worker = scheduler.draft_worker
     jobs: list[_Job] = []
+    read: list[int] = []
     for req, seq_len in zip(batch.reqs, batch.seq_lens_cpu.tolist()):
         tail = getattr(req, "dspark_tail", None)
         if tail is None:
             continue
         req.dspark_tail = None
+        if tail.slot is not None:
+            read.append(tail.slot)
         if tail.hidden_states is not None and tail.end != seq_len:
             logger.error(
                 "The tail of request %s ends at token %d, its sequence at token %d; "
@@ -289,6 +288,26 @@ def inject_tails(scheduler: Scheduler, batch: ScheduleBatch) -> None:
         if tail.hidden_states is not None:
             jobs.append(_Job(slot, start, seq_len - 1, tail.hidden_states))
     _inject(worker, list(_groups(jobs)))
+    if read:
+        current().slots.give_back(read, _copied(worker.device))
+
+
+def _copied(device: torch.device | str) -> torch.Event | None:
+    """An event behind all copies queued so far; None where copies do not overlap."""
+    if torch.device(device).type == "cpu":
+        return None
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event
+
+
+def warm_up(worker: DSparkWorkerV2, shape: TailSpec) -> None:
+    """Inject zeros into the padding slot of every pool, which no request reads."""
+    tokens = min(shape.window_need or DEFAULT_TAIL_TOKENS, MAX_WARM_UP_TOKENS)
+    zeros = torch.zeros((tokens, shape.width), dtype=shape.dtype)
+    _inject(worker, [[_Job(0, 0, tokens - 1, zeros)]])
+    if event := _copied(worker.device):
+        event.synchronize()
 
 
 def _groups(jobs: list[_Job]) -> Iterator[list[_Job]]:
@@ -365,7 +384,7 @@ def _forget_uncovered(
     """Make draft KV before ``start`` independent of who used the slots before."""
     draft = current().draft
     pool = worker.draft_model_runner.token_to_kv_pool
-    if hasattr(pool, "set_swa_valid_from"):
+    if draft.is_masked:
         _set_valid_from(pool, worker.device, slot, start)
         return
     first_read = draft.first_read(seq_len)
@@ -399,6 +418,9 @@ def _set_valid_from(
 
 def zero_kv(pool: KVCache, slots: torch.Tensor) -> None:
     """Zero K and V of token slots ``[n]`` in every layer of a clearable pool."""
+    if windowed := getattr(pool, "swa_kv_pool", None):
+        # Slots that it has none for (-1) become the padding slot.
+        zero_kv(windowed, pool.translate_loc_from_full_to_swa(slots).clamp(min=0))
     pool = getattr(pool, "full_kv_pool", pool)
     for buffer in [*pool.k_buffer, *pool.v_buffer]:
         # As bytes: index_fill_ does not know all dtypes of fp8 pools.
@@ -411,6 +433,9 @@ def zero_kv(pool: KVCache, slots: torch.Tensor) -> None:
 
 def is_clearable(pool: KVCache) -> bool:
     """Whether ``zero_kv`` knows the layout of a pool."""
+    windowed = getattr(pool, "swa_kv_pool", None)
+    if windowed is not None and not is_clearable(windowed):
+        return False
     pool = getattr(pool, "full_kv_pool", pool)
     layout = getattr(pool, "kv_cache_layout", "nhd")
     return hasattr(pool, "k_buffer") and layout in ("nhd", "hnd")

@@ -1,17 +1,24 @@
-"""The tail buffer: one metadata slot per request with the last hidden states of its prompt.
+"""The tail: the last hidden states of a prompt, in host memory that prefill sends.
 
-Life cycle of a slot on prefill: the request's slot index is allocated before its
-first forward; every chunk that overlaps the tail copies its hidden states in behind the
-forward that made them (``TailBuffer.take``); ``TailBuffer.finish`` writes the header
-when the last chunk is about to be sent; the transfer then sends the header and
-exactly the hidden states that exist. On decode the slot is filled by the transfer, read
-once by ``TailBuffer.read`` and cleared before it is freed.
+Prefill holds one row for each request that it may run at once, addressed by the
+request's index in ``req_to_token_pool``. So a request has its row from its first chunk
+until its transfer has ended, and those that wait for their turn cost nothing;
+``bound_requests`` keeps the number of rows within ``MAX_BUFFER_BYTES``, and a request
+beyond it waits, as for KV memory. Every chunk that overlaps the tail copies its hidden
+states behind the forward that made them (``TailBuffer.take``); ``TailBuffer.finish``
+writes the header when the last chunk is about to be sent; the transfer then sends the
+header and exactly the hidden states that exist. Only the last pipeline stage owns rows.
 
-Only the last pipeline stage owns a buffer: all stages write the same decode slot, and
-an earlier stage would overwrite it with zeros. The buffer is the last of the metadata
-buffers, so a peer without one pairs all the others as before.
+Decode holds one row for each metadata slot. It is allocated and registered with the
+transfer engine when decode first meets a prefill that hands over a tail, and kept while
+the engine lives. The transfer fills a row; ``commit`` of the request reads its header,
+and injection copies it to the device. Until that copy was queued, ``TailSlots`` keeps
+the slot from its next owner.
 
-Slot layout, ``spec.slot_bytes`` bytes: eight int64 words (magic, room, start, count,
+Neither is one of the metadata buffers, which peers pair by position: decode announces
+address and stride with its registration.
+
+Row layout, ``spec.slot_bytes`` bytes: eight int64 words (magic, room, start, count,
 bytes of a token, fingerprint, prompt tokens, zero), then ``tail_tokens`` times
 ``spec.width`` values.
 """
@@ -21,28 +28,35 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
-from sglang.srt.disaggregation.utils import MetadataBuffers
-from sglang.srt.speculative.dspark_components.dspark_handoff import TailSpec, current
+from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
+from sglang.srt.speculative.dspark_components.dspark_handoff import (
+    HandoffConfigError,
+    TailSpec,
+    activate,
+    current,
+)
 from sglang.srt.speculative.dspark_components.handoff_refusals import (
     HEADER_BYTES,
+    MAX_BUFFER_BYTES,
     TAIL_TOKENS,
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.conn import CommonKVManager
+    from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
-MAGIC = 0x4453504B54_0001  # "DSPKT", layout version 1
-FRAME_MAGIC = b"dspark-tail/1:"
+MAGIC = 0x4453504B54_0002  # "DSPKT", layout version 2
+FRAME_MAGIC = b"dspark-tail/2:"
 
 
 class TailHeader(NamedTuple):
-    """What a slot says about its hidden states; ``start`` is the first position."""
+    """What a row says about its hidden states; ``start`` is the first position."""
 
     magic: int
     room: int
@@ -54,16 +68,11 @@ class TailHeader(NamedTuple):
 
 
 class TailLayout(NamedTuple):
-    """Where a decode keeps the tail: which metadata buffer, its stride and meaning."""
+    """Where a decode keeps its rows: their address, their stride and their meaning."""
 
-    index: int
+    address: int
     slot_bytes: int
     fingerprint: int
-
-    @classmethod
-    def of(cls, manager: CommonKVManager, spec: TailSpec) -> TailLayout:
-        last = len(manager.kv_args.aux_data_ptrs) - 1
-        return cls(last, spec.slot_bytes, spec.fingerprint)
 
 
 class _Filled(NamedTuple):
@@ -72,24 +81,68 @@ class _Filled(NamedTuple):
 
 
 class TailBuffer:
-    """Hidden states and headers of ``size`` slots in one uint8 tensor.
+    """Headers and hidden states of ``rows`` requests in one uint8 tensor.
 
-    Pinned on a machine with CUDA, so that the copies behind a forward do not block.
+    Page-locked on a machine with CUDA, so that copies behind a forward do not block.
+    ``pin_memory`` would round the size up to a power of two.
+
+    Raises:
+        HandoffConfigError: CUDA cannot lock the memory.
     """
 
-    def __init__(
-        self, spec: TailSpec, size: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, spec: TailSpec, rows: int) -> None:
         self.spec = spec
-        pin = torch.device(device).type == "cpu" and torch.cuda.is_available()
-        self.storage = torch.zeros(
-            (size, spec.slot_bytes), dtype=torch.uint8, device=device, pin_memory=pin
-        )
+        self.storage = torch.zeros((rows, spec.slot_bytes), dtype=torch.uint8)
+        if torch.cuda.is_available():
+            _lock_pages(self.storage)
         self.headers = self.storage[:, :HEADER_BYTES].view(torch.int64)
         values = self.storage[:, HEADER_BYTES:].view(spec.dtype)
         self.hidden_states = values.unflatten(1, (spec.tail_tokens, spec.width))
         self.num_incomplete = 0
+        self._is_registered = False
         self._filled: dict[int, _Filled] = {}
+        self._row_of_slot: dict[int, int] = {}
+
+    @classmethod
+    def allocate(cls, spec: TailSpec, rows: int) -> TailBuffer:
+        """A buffer, if all ranks of this host may have one of the same size.
+
+        Raises:
+            HandoffConfigError: it does not fit; the message has the sizes.
+        """
+        import psutil
+
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        # Of a pipeline only the ranks of one stage have one.
+        here = parallel.tp_size * parallel.pp_size // parallel.nnodes
+        ranks = min(parallel.tp_size, here)
+        wanted, available = rows * spec.slot_bytes, psutil.virtual_memory().available
+        sizes = (
+            f"{rows} requests of {spec.slot_bytes / (1 << 20):.2f} MiB are "
+            f"{wanted / (1 << 20):.0f} MiB of host memory for this rank, and "
+            f"{ranks * wanted / (1 << 20):.0f} MiB for all ranks on this host"
+        )
+        if ranks * wanted > available // 2:
+            raise HandoffConfigError(
+                f"A tail of {spec.tail_tokens} tokens does not fit: {sizes}; "
+                f"{available >> 20} MiB are free, of which half may be taken. Lower "
+                f"{TAIL_TOKENS} on prefill, or --max-running-requests on this engine."
+            )
+        logger.info("DSpark handoff: %s.", sizes)
+        return cls(spec, rows)
+
+    def register(self, manager: CommonKVManager) -> None:
+        """Let the transfer engine read or write this memory; once."""
+        if self._is_registered:
+            return
+        address, length = self.storage.data_ptr(), self.storage.nbytes
+        if hasattr(manager, "agent"):
+            manager.agent.register_memory([(address, length, 0, "")], "DRAM")
+        elif hasattr(manager, "engine"):
+            manager.engine.batch_register([address], [length])
+        self._is_registered = True
 
     def tail_start(self, prompt_tokens: int) -> int:
         return max(0, prompt_tokens - self.spec.tail_tokens)
@@ -115,8 +168,7 @@ class TailBuffer:
             )
         offset = 0
         for req, begin, extent in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
-            if req.metadata_buffer_index is not None and req.metadata_buffer_index >= 0:
-                self._take_one(req, hidden[offset : offset + extent], int(begin))
+            self._take_one(req, hidden[offset : offset + extent], int(begin))
             offset += extent
 
     def _take_one(self, req: Req, hidden: torch.Tensor, begin: int) -> None:
@@ -125,16 +177,16 @@ class TailBuffer:
         low, high = max(begin, start), min(begin + hidden.shape[0], prompt)
         if low >= high:
             return
-        slot = req.metadata_buffer_index
-        filled = self._filled.get(slot)
+        row = req.kv.req_pool_idx
+        filled = self._filled.get(row)
         continues = filled == _Filled(req.rid, low)
         if low != start and not continues:
-            self._filled[slot] = _Filled(req.rid, -1)
+            self._filled[row] = _Filled(req.rid, -1)
             return
-        self.hidden_states[slot, low - start : high - start].copy_(
+        self.hidden_states[row, low - start : high - start].copy_(
             hidden[low - begin : high - begin], non_blocking=True
         )
-        self._filled[slot] = _Filled(req.rid, high)
+        self._filled[row] = _Filled(req.rid, high)
 
     def finish(self, req: Req) -> None:
         """Write the header of a request whose last chunk is about to be sent.
@@ -144,8 +196,8 @@ class TailBuffer:
         """
         prompt = len(req.origin_input_ids)
         start = self.tail_start(prompt)
-        slot = req.metadata_buffer_index
-        complete = self._filled.pop(slot, None) == _Filled(req.rid, prompt)
+        row = req.kv.req_pool_idx
+        complete = self._filled.pop(row, None) == _Filled(req.rid, prompt)
         if not complete:
             self.num_incomplete += 1
             logger.error(
@@ -166,64 +218,115 @@ class TailBuffer:
             prompt_tokens=prompt,
         )
         words = torch.tensor([_as_int64(word) for word in header] + [0])
-        self.headers[slot].copy_(words)
+        self.headers[row].copy_(words)
+        self._row_of_slot[req.metadata_buffer_index] = row
 
-    def header(self, slot: int) -> TailHeader | None:
-        """The slot's header, None when nothing was written since it was cleared."""
-        words = self.headers[slot].tolist()
+    def sent_from(self, slot: int) -> tuple[int, int]:
+        """(address, bytes) to send for the finished request of a metadata slot."""
+        row = self._row_of_slot[slot]
+        count = int(self.headers[row, TailHeader._fields.index("count")])
+        address = self.storage.data_ptr() + row * self.spec.slot_bytes
+        return address, HEADER_BYTES + count * self.spec.token_bytes
+
+    def header(self, row: int) -> TailHeader | None:
+        """The row's header, None when nothing was written since it was cleared."""
+        words = self.headers[row].tolist()
         if not any(words):
             return None
         return TailHeader(*words[:-1])
 
-    def read(self, slot: int, header: TailHeader) -> torch.Tensor:
-        """A copy of what a header announces, ``[count, width]``, pinned on CUDA."""
-        values = self.hidden_states[slot, : header.count]
-        out = torch.empty(
-            values.shape,
-            dtype=values.dtype,
-            device=values.device,
-            pin_memory=values.device.type == "cpu" and torch.cuda.is_available(),
-        )
-        return out.copy_(values)
+    def clear(self, row: int) -> None:
+        self.headers[row].zero_()
 
-    def clear(self, slot: int) -> None:
-        self.headers[slot].zero_()
-        self._filled.pop(slot, None)
+
+def _lock_pages(storage: torch.Tensor) -> None:
+    error = int(
+        torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), storage.nbytes, 0)
+    )
+    if error:
+        raise HandoffConfigError(
+            f"CUDA could not lock {storage.nbytes >> 20} MiB of host memory for the "
+            f"tail of hidden states (cudaHostRegister: error {error}). Raise the limit "
+            "on locked memory (ulimit -l), or lower --max-running-requests."
+        )
+
+
+def bound_requests(max_num_reqs: int) -> int:
+    """Limit the requests a capturing prefill runs at once to those it has rows for."""
+    spec = current().spec
+    if spec is None:
+        return max_num_reqs
+    rows = MAX_BUFFER_BYTES // spec.slot_bytes - 1  # the pool has a padding index
+    if max_num_reqs > rows:
+        logger.info(
+            "DSpark handoff: %d requests at once instead of %d, because each holds %.1f "
+            "MiB of hidden states until it is transferred; others wait.",
+            rows,
+            max_num_reqs,
+            spec.slot_bytes / (1 << 20),
+        )
+    return min(max_num_reqs, rows)
 
 
 class TailMetadataBuffers(MetadataBuffers):
-    """Upstream's metadata buffers with the tail as one more, the last."""
-
-    tail: TailBuffer
+    """Upstream's metadata buffers; a request's tail is finished and cleared with them."""
 
     @classmethod
-    def of(cls, buffers: MetadataBuffers, tail: TailBuffer) -> TailMetadataBuffers:
-        """Add the tail to freshly built buffers that are not registered yet."""
+    def of(cls, buffers: MetadataBuffers) -> TailMetadataBuffers:
         mine = cls.__new__(cls)
-        mine.__dict__.update(buffers.__dict__, tail=tail)
+        mine.__dict__.update(buffers.__dict__)
         return mine
-
-    def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        # Peers pair metadata buffers by position: a new one must be the last.
-        pointers, lengths, slot_lengths = super().get_buf_infos()
-        storage = self.tail.storage
-        return (
-            [*pointers, storage.data_ptr()],
-            [*lengths, storage.nbytes],
-            [*slot_lengths, storage[0].nbytes],
-        )
 
     def set_buf(self, req: Req) -> None:
         super().set_buf(req)
-        self.tail.finish(req)
+        current().tail.finish(req)
 
     def clear_slot(self, idx: int) -> None:
         super().clear_slot(idx)
-        self.tail.clear(idx)
+        if tail := current().tail:
+            tail.clear(idx)
 
 
-def tail_of(buffers: MetadataBuffers) -> TailBuffer | None:
-    return buffers.tail if isinstance(buffers, TailMetadataBuffers) else None
+class TailSlots(ReqToMetadataIdxAllocator):
+    """Decode's metadata slots; one whose tail is still to be read stays taken.
+
+    Every rank holds and gives back at the same points, so all of them see the same
+    number of free slots. A slot whose copy to the device is only queued is free, and
+    is waited for when it is taken again.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._holders: dict[int, Req] = {}
+        self._copies: dict[int, torch.Event] = {}
+
+    def hold(self, slot: int, req: Req) -> None:
+        """Keep a slot until ``give_back``, or until its request lost its KV memory."""
+        self._holders[slot] = req
+
+    def give_back(self, slots: list[int], copied: torch.Event | None) -> None:
+        """Free held slots once ``copied`` is over; None where copies do not overlap."""
+        for slot in slots:
+            if self._holders.pop(slot, None) is None:
+                continue
+            if copied is not None:
+                self._copies[slot] = copied
+            super().free(slot)
+
+    def available_size(self) -> int:
+        dropped = [slot for slot, req in self._holders.items() if not req.kv.holds_kv]
+        self.give_back(dropped, None)
+        return super().available_size()
+
+    def alloc(self) -> int | None:
+        slot = super().alloc()
+        if copied := self._copies.pop(slot, None):
+            copied.synchronize()
+        return slot
+
+    def free(self, free_index: int) -> None:
+        if free_index not in self._holders:
+            super().free(free_index)
 
 
 def _as_int64(word: int) -> int:
@@ -271,26 +374,60 @@ def cap_prefix_match(max_prefix_len: int, input_len: int) -> int:
     Cached tokens produce no hidden states; recomputing the last T, rounded up to whole
     pages, is the price of a hit.
     """
-    tokens = current().cap_tokens
-    if not tokens:
+    spec = current().spec
+    if spec is None:
         return max_prefix_len
-    return min(max_prefix_len, max(0, input_len - tokens))
+    return min(max_prefix_len, max(0, input_len - spec.tail_tokens))
 
 
 # -- the wire -----------------------------------------------------------------------------
 
 
-def append_tail_frame(manager: CommonKVManager, message: list[bytes]) -> None:
-    """Tell prefill where in this decode's metadata the tail sits, and its shape.
+def make_room(receiver: CommonKVReceiver) -> TailBuffer | None:
+    """Decode's rows, if its receiver's prefill hands over a tail; made at the first.
 
-    One frame, recognised by its first bytes wherever it comes after upstream's. Without
-    it prefill must not write: slots are addressed with the stride, and the stride of
-    another tail length would hit another request's slot.
+    Must precede the registration message, which names what NIXL may write. A decode
+    that cannot make room announces none, and prefill refuses it.
     """
+    from sglang.srt.disaggregation.agreement.decode_side import prefill_description
+
+    manager = receiver.kv_mgr
+    description = prefill_description(manager, receiver.bootstrap_addr) or {}
+    if current().draft is None or description.get("mode") != "tail":
+        return None
+    try:
+        tail = current().tail or _allocate(description["dspark"]["tail_tokens"])
+        tail.register(manager)
+    except Exception:
+        logger.exception(
+            "This decode cannot make room for the tail of prefill %s, so its requests "
+            "fail.",
+            receiver.bootstrap_addr,
+        )
+        return None
+    activate(tail=tail)
+    return tail
+
+
+def _allocate(tail_tokens: int) -> TailBuffer:
+    """Rows for as many tokens as the draft reads, or prefill sends if that is more."""
     handoff = current()
-    if handoff.tail is None or handoff.cap_tokens:
+    shape = handoff.draft.shape
+    tokens = max(tail_tokens, shape.window_need or 0)
+    spec = msgspec.structs.replace(shape, tail_tokens=tokens)
+    return TailBuffer.allocate(spec, rows=handoff.slots.size)
+
+
+def announce_room(tail: TailBuffer | None, message: list[bytes]) -> None:
+    """Tell prefill where this decode wants tails.
+
+    One frame, recognised by its first bytes wherever it comes after upstream's.
+    """
+    if tail is None:
         return
-    layout = TailLayout.of(manager, handoff.tail.spec)
+    layout = TailLayout(
+        tail.storage.data_ptr(), tail.spec.slot_bytes, tail.spec.fingerprint
+    )
     message.append(FRAME_MAGIC + ",".join(str(word) for word in layout).encode())
 
 
@@ -325,93 +462,70 @@ def read_layout(manager: CommonKVManager, message: list[bytes]) -> str | None:
                 f"read: {frame[:80]!r}. Apply the same release of sglang-dspark-pd to "
                 "both engines."
             )
-    if handoff.cap_tokens and not frames:
+    if handoff.spec is not None and not frames:
         return (
-            "[PD-MODE] this prefill captures hidden states for a tail, and decode "
-            f"announced no place for one. Set {TAIL_TOKENS} on decode to this prefill's "
-            "value and run DSPARK there, or run DSPARK on prefill."
+            "[PD-MODE] this prefill hands over a tail of hidden states, and decode "
+            "announced no memory for one. Apply the same release of sglang-dspark-pd to "
+            "decode and run DSPARK there; if it does, its log says what went wrong."
         )
+    if handoff.tail is not None:
+        handoff.tail.register(manager)
     return None
 
 
-def tail_explains_aux_count(num_local: int, num_remote: int, peer: str) -> bool:
-    """Whether two metadata buffer counts differ by nothing but a tail buffer.
-
-    True for a pipeline stage before the last, and for a prefill that hands over
-    draft KV to a decode that can also take a tail.
-    """
-    handoff = current()
-    own = 1 if handoff.tail is not None else 0
-    return num_local - own == num_remote - (1 if peer in handoff.peers else 0)
-
-
-def _tail_block(
-    manager: CommonKVManager, peer: str, slots: tuple[int, int], peer_ptrs: list[int]
-) -> tuple[int, int, int]:
-    """The part of a finished slot to send.
+def _tail_block(peer: str, slots: tuple[int, int]) -> tuple[int, int, int]:
+    """The part of a finished row to send.
 
     Args:
         slots: metadata slots here and at the peer.
-        peer_ptrs: the peer's metadata buffer addresses.
 
     Returns:
         (source address, destination address, bytes): the header and the hidden states
         that exist, at the peer's own stride.
 
     Raises:
-        RuntimeError: the peer expects a tail of another shape.
+        RuntimeError: the peer has no room for it, or expects other hidden states.
     """
     tail, layout = current().tail, current().peers.get(peer)
-    own = TailLayout.of(manager, tail.spec)
-    if layout != own:
+    if layout is None:
+        raise RuntimeError(f"Decode {peer} has announced no memory for a tail.")
+    spec, (slot, peer_slot) = tail.spec, slots
+    fits = spec.slot_bytes <= layout.slot_bytes
+    if not fits or spec.fingerprint != layout.fingerprint:
         raise RuntimeError(
-            f"The engines disagree on the tail: prefill sends {own} of target layers "
-            f"{list(tail.spec.layer_ids)}; decode expects {layout}. Set the same tail "
-            "length and layer ids on both engines."
+            f"The engines disagree on the tail: prefill sends {spec.slot_bytes} bytes a "
+            f"request of target layers {list(spec.layer_ids)} (fingerprint "
+            f"{spec.fingerprint:x}); decode expects at most {layout.slot_bytes} bytes "
+            f"(fingerprint {layout.fingerprint:x}). Give all prefills of a decode the "
+            "same tail length and layer ids, and restart decode after a change."
         )
-    slot, peer_slot = slots
-    header = tail.header(slot)
-    count = 0 if header is None else header.count
-    source = manager.kv_args.aux_data_ptrs[-1] + slot * own.slot_bytes
-    target = peer_ptrs[own.index] + peer_slot * own.slot_bytes
-    return source, target, HEADER_BYTES + count * tail.spec.token_bytes
+    source, length = tail.sent_from(slot)
+    return source, layout.address + peer_slot * layout.slot_bytes, length
 
 
-def cut_nixl_aux(
-    manager: CommonKVManager,
-    peer: str,
-    slots: tuple[int, int],
-    peer_ptrs: list[int],
-    blocks: tuple[list[tuple], list[tuple]],
+def send_nixl_tail(
+    peer: str, slots: tuple[int, int], blocks: tuple[list[tuple], list[tuple]]
 ) -> None:
-    """Replace the whole-slot tail block of a NIXL metadata send, in place.
+    """Add a request's tail to a NIXL metadata send, in place.
 
     Args:
         slots: metadata slots here and at the peer.
         blocks: (address, bytes, device) of sources and of targets.
 
     Raises:
-        RuntimeError: the peer expects a tail of another shape.
+        RuntimeError: see ``_tail_block``.
     """
     if not _sends_tail():
         return
-    sources, targets = blocks
-    while len(sources) >= len(manager.kv_args.aux_data_ptrs):
-        sources.pop()
-        targets.pop()
-    source, target, length = _tail_block(manager, peer, slots, peer_ptrs)
-    sources.append((source, length, 0))
-    targets.append((target, length, 0))
+    source, target, length = _tail_block(peer, slots)
+    blocks[0].append((source, length, 0))
+    blocks[1].append((target, length, 0))
 
 
-def cut_mooncake_aux(
-    manager: CommonKVManager,
-    peer: str,
-    slots: tuple[int, int],
-    peer_ptrs: list[int],
-    blocks: list[tuple[int, int, int]],
+def send_mooncake_tail(
+    peer: str, slots: tuple[int, int], blocks: list[tuple[int, int, int]]
 ) -> bool:
-    """Replace the whole-slot tail block of a Mooncake metadata send, in place.
+    """Add a request's tail to a Mooncake metadata send, in place.
 
     Args:
         slots: metadata slots here and at the peer.
@@ -423,10 +537,8 @@ def cut_mooncake_aux(
     """
     if not _sends_tail():
         return True
-    while len(blocks) >= len(manager.kv_args.aux_data_ptrs):
-        blocks.pop()
     try:
-        blocks.append(_tail_block(manager, peer, slots, peer_ptrs))
+        blocks.append(_tail_block(peer, slots))
     except RuntimeError as error:
         logger.error("Metadata not sent to decode %s: %s", peer, error)
         return False
@@ -435,4 +547,4 @@ def cut_mooncake_aux(
 
 def _sends_tail() -> bool:
     handoff = current()
-    return handoff.tail is not None and handoff.cap_tokens > 0
+    return handoff.tail is not None and handoff.spec is not None

@@ -26,8 +26,9 @@ PEER_DRAFT_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 PP_PARTITION = "SGLANG_PP_LAYER_PARTITION"
+RUST_SERVER = "SGLANG_RUST_SERVER"
 SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT, CONTEXT_ONLY_DRAFT)
-VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL, PP_PARTITION)  # fmt: skip
+VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL, PP_PARTITION, RUST_SERVER)  # fmt: skip
 # Server arguments: those that say the backend of prefill graphs, and all that a rule
 # reads by name.
 GRAPH_ARGUMENTS = ("cuda_graph_config", "cuda_graph_backend_prefill")
@@ -48,8 +49,9 @@ DEFAULT_TAIL_TOKENS = 8
 MAX_TAIL_TOKENS = 4096
 # In front of a slot's hidden states: eight int64 words, a size that suits RDMA.
 HEADER_BYTES = 64
-# One request's share of the host buffer; there are two slots per running request.
+# One request's share of the rows, and all rows of a rank of prefill.
 MAX_SLOT_BYTES = 64 << 20
+MAX_BUFFER_BYTES = 512 << 20
 # Backends whose metadata send is cut to the hidden states that exist.
 TAIL_BACKENDS = ("nixl", "mooncake", "fake")
 DEFAULT_BACKEND = "mooncake"
@@ -158,17 +160,41 @@ def model_facts(
 
 
 def captures(facts: Facts) -> bool:
-    """Whether this is a prefill engine that captures hidden states for a handoff."""
-    return (
-        facts.get("role") == "prefill"
-        and is_on(facts.get(CAPTURE))
-        and not facts.get("speculative_algorithm")
-    )
+    """Whether this is a prefill engine that captures hidden states for a handoff.
+
+    Naming the layers asks for it as well.
+    """
+    asked = is_on(facts.get(CAPTURE)) or (facts.get(LAYER_IDS) and CAPTURE not in facts)
+    prefill = facts.get("role") == "prefill" and not facts.get("speculative_algorithm")
+    return bool(prefill and asked)
 
 
-def expects_tail(facts: Facts) -> bool:
-    """Whether this is a DSPARK decode engine that was told to expect a tail."""
+def pins_tail(facts: Facts) -> bool:
+    """Whether this is a DSPARK decode engine that wants tails, of one length only."""
     return _drafts(facts, "decode") and TAIL_TOKENS in facts
+
+
+def takes_part(facts: Facts) -> bool:
+    """Whether this engine hands over or may take a tail."""
+    return captures(facts) or _drafts(facts, "decode")
+
+
+def is_undescribed(facts: Facts) -> bool:
+    """Whether a prefill with a draft has a registry that does not describe it."""
+    return _drafts(facts, "prefill") and is_on(facts.get(RUST_SERVER))
+
+
+def names_tail(facts: Facts) -> bool:
+    """Whether a DSPARK decode has a variable that must fit its draft."""
+    return _drafts(facts, "decode") and (TAIL_TOKENS in facts or LAYER_IDS in facts)
+
+
+def no_tail(facts: Facts) -> str | None:
+    """Why a DSPARK decode can take no tail; None where it can."""
+    asked = {TAIL_TOKENS: "1", **facts}
+    found = [rule for rule in (*_TRANSFER, *_DECODE) if rule.applies(asked)]
+    shown = _Shown({**asked, **_derived(asked)}) if found else asked
+    return "; ".join(rule.says.format_map(shown) for rule in found) or None
 
 
 def captures_on_stages(facts: Facts) -> bool:
@@ -196,15 +222,6 @@ def crosses_stages(facts: Facts) -> bool:
         return True
     # A layer's output is the next layer's input, which most targets capture.
     return min(ids) + (not is_deepseek_v4(facts)) < start
-
-
-def has_plain_slots(facts: Facts) -> bool:
-    """Whether token slots of a DSPARK decode are entries of its draft pool.
-
-    Under arguments that are refused on a decode with a tail they may not be.
-    """
-    asked = {**facts, TAIL_TOKENS: str(AUTO_TAIL)}
-    return not any(rule.applies(asked) for rule in (*_TRANSFER, *_DECODE))
 
 
 def is_on(value: str | None) -> bool:
@@ -268,11 +285,14 @@ def _drafts(facts: Facts, role: str) -> bool:
 
 
 def _in_tail(facts: Facts) -> bool:
-    return captures(facts) or expects_tail(facts)
+    return captures(facts) or pins_tail(facts)
 
 
 def _given_tail(facts: Facts) -> int | None:
-    tokens = parse_int(facts.get(TAIL_TOKENS, str(DEFAULT_TAIL_TOKENS)).strip())
+    """The length as it was given; by default what the draft needs, where that is known."""
+    if TAIL_TOKENS not in facts:
+        return AUTO_TAIL if facts.get("window_need") else DEFAULT_TAIL_TOKENS
+    tokens = parse_int(facts[TAIL_TOKENS].strip())
     fits = tokens is not None and 0 < tokens <= MAX_TAIL_TOKENS
     return tokens if fits or tokens == AUTO_TAIL else None
 
@@ -287,11 +307,11 @@ def _malformed_switches(facts: Facts) -> list[str]:
 
 
 def _idle_variables(facts: Facts) -> list[str]:
-    """Variables of a tail that this engine neither captures nor expects."""
-    if is_on(facts.get(CAPTURE)) or _malformed_switches(facts):
+    """Variables of a tail on an engine that has nothing to do with one."""
+    if is_on(facts.get(CAPTURE)) or captures(facts) or _malformed_switches(facts):
         return []
     idle = []
-    if LAYER_IDS in facts and not expects_tail(facts):
+    if LAYER_IDS in facts and not _drafts(facts, "decode"):
         idle.append(LAYER_IDS)
     if TAIL_TOKENS in facts and facts.get("role") == "prefill":
         idle.append(TAIL_TOKENS)
@@ -301,7 +321,7 @@ def _idle_variables(facts: Facts) -> list[str]:
 def _layer_ids_problem(facts: Facts) -> str | None:
     """Why the layer ids cannot be captured, or would be misread."""
     named = facts.get(LAYER_IDS) or ""
-    if _in_tail(facts) and named.strip(", ") and parse_layer_ids(named) is None:
+    if takes_part(facts) and named.strip(", ") and parse_layer_ids(named) is None:
         return "expected target layer ids separated by commas, such as 1,9,17"
     ids, layers = layer_ids(facts), facts.get("num_layers")
     if not captures(facts) or not ids:
@@ -362,7 +382,8 @@ def _peer_tokens_missing(facts: Facts) -> bool:
 
 def _other_layers_on_decode(facts: Facts) -> bool:
     named, read = parse_layer_ids(facts.get(LAYER_IDS)), facts.get("draft_layer_ids")
-    return expects_tail(facts) and None not in (named, read) and named != read
+    differ = None not in (named, read) and named != read
+    return differ and _drafts(facts, "decode")
 
 
 def _staged_graphs(facts: Facts) -> bool:
@@ -415,13 +436,13 @@ def _on_prefill(code: str, why: str, *names: str) -> Refusal:
 
 
 def _on_decode(code: str, why: str, name: str) -> Refusal:
-    """A rule against a flag of a decode that expects a tail."""
+    """A rule against a flag of a decode that is to take tails."""
     flag = f"--{name.replace('_', '-')}"
     return Refusal(
         code,
         "decode",
-        lambda f: expects_tail(f) and f.get(name),
-        f"decode expects a tail and has {flag}: {why}",
+        lambda f: pins_tail(f) and f.get(name),
+        f"decode cannot take a tail with {flag}: {why}",
         f"drop {flag} on decode, or run DSPARK on prefill",
     )
 
@@ -442,8 +463,7 @@ _VARIABLES: tuple[Refusal, ...] = (
         lambda f: is_on(f.get(CAPTURE)) and f.get("role") != "prefill",
         f"{CAPTURE}=1 with --disaggregation-mode {{role}}: only a prefill engine has "
         "hidden states to hand over",
-        f"set {CAPTURE} on the prefill engine only; a decode engine is told to expect a "
-        f"tail by {TAIL_TOKENS}",
+        f"set {CAPTURE} on the prefill engine only; a decode engine needs no variable",
     ),
     Refusal(
         "TAIL-CAPTURE-DRAFT",
@@ -457,10 +477,11 @@ _VARIABLES: tuple[Refusal, ...] = (
         "TAIL-IDLE",
         "both",
         _idle_variables,
-        f"{{idle_variables}} set without {CAPTURE}=1: it would have no effect, because "
-        "this engine captures no hidden states",
-        f"set {CAPTURE}=1 if it is the prefill that hands over hidden states, or unset "
-        "{idle_variables}",
+        f"{{idle_variables}} set, with no effect: this engine captures no hidden states "
+        f"({CAPTURE} {{{CAPTURE}}}, --disaggregation-mode {{role}}, "
+        "--speculative-algorithm {speculative_algorithm})",
+        "unset {idle_variables}; on the prefill that is to hand over hidden states drop "
+        f"--speculative-algorithm and set {CAPTURE}=1",
     ),
     Refusal(
         "TAIL-TOKENS",
@@ -468,7 +489,7 @@ _VARIABLES: tuple[Refusal, ...] = (
         lambda f: _in_tail(f) and _given_tail(f) is None,
         f"{TAIL_TOKENS}: expected a number of tokens from 1 to {MAX_TAIL_TOKENS}, or "
         f"{AUTO_TAIL} for as many as the draft's window needs; found {{{TAIL_TOKENS}!r}}",
-        f"set {TAIL_TOKENS} to the same value on prefill and decode",
+        f"set {TAIL_TOKENS} on prefill, and leave it out on decode",
     ),
     Refusal(
         "TAIL-LAYER-IDS",
@@ -537,8 +558,7 @@ _LENGTH: tuple[Refusal, ...] = (
         lambda f: not _reads_whole_prompt(f) and _needs_consent(f),
         f"{TAIL_TOKENS}={{given_tail}}, but the draft's window needs {{window_need}} "
         "tokens: output would stay exact, but fewer drafts would be accepted",
-        f"set {TAIL_TOKENS}={AUTO_TAIL} on both engines, or accept it with "
-        f"{ALLOW_PARTIAL_CONTEXT}=1 on both",
+        f"unset {TAIL_TOKENS}, or accept it with {ALLOW_PARTIAL_CONTEXT}=1 on both engines",
     ),
     Refusal(
         "TAIL-SLOT-SIZE",
@@ -546,17 +566,7 @@ _LENGTH: tuple[Refusal, ...] = (
         lambda f: _in_tail(f) and (_slot_bytes(f) or 0) > MAX_SLOT_BYTES,
         "a tail of {tail_tokens} tokens is {slot_bytes} bytes for one request; the limit "
         f"is {MAX_SLOT_BYTES}",
-        f"lower {TAIL_TOKENS} on both engines",
-    ),
-    Refusal(
-        "DECODE-RADIX",
-        "decode",
-        lambda f: expects_tail(f) and f.get(_RADIX) and partial_tail(f),
-        "decode expects a tail of {tail_tokens} tokens, less than its draft reads, and "
-        "has --disaggregation-decode-enable-radix-cache: requests share draft KV, and "
-        "with part of the context it would depend on which request came first",
-        "drop --disaggregation-decode-enable-radix-cache on decode, let the tail cover "
-        "the draft's window, or run DSPARK on prefill",
+        f"lower {TAIL_TOKENS} on prefill",
     ),
     Refusal(
         "DECODE-RADIX-COLD",
@@ -577,8 +587,8 @@ _TRANSFER: tuple[Refusal, ...] = (
         "TAIL-BACKEND",
         "both",
         lambda f: _in_tail(f) and f.get(_BACKEND) not in (None, *TAIL_BACKENDS),
-        "{role} takes part in a tail handoff and has --disaggregation-transfer-backend "
-        "{disaggregation_transfer_backend}, which cannot send a tail",
+        "{role} has --disaggregation-transfer-backend {disaggregation_transfer_backend}, "
+        "which cannot send a tail",
         f"use {' or '.join(TAIL_BACKENDS[:2])} on both engines",
     ),
     Refusal(
@@ -594,13 +604,21 @@ _TRANSFER: tuple[Refusal, ...] = (
         "TAIL-ROLE-SWITCH",
         "both",
         lambda f: _in_tail(f) and f.get("enable_pd_role_switch"),
-        "{role} takes part in a tail handoff and has --enable-pd-role-switch: which "
+        "{role} cannot take part in a tail handoff with --enable-pd-role-switch: which "
         "engine captures is fixed at start-up",
         "drop --enable-pd-role-switch on both engines, or run DSPARK on prefill",
     ),
 )
 
 _PREFILL: tuple[Refusal, ...] = (
+    Refusal(
+        "TAIL-RUST-SERVER",
+        "prefill",
+        lambda f: captures(f) and is_on(f.get(RUST_SERVER)),
+        f"prefill captures hidden states and has {RUST_SERVER}: its bootstrap registry "
+        "does not tell decodes that a tail will come",
+        f"unset {RUST_SERVER} on prefill",
+    ),
     _on_prefill(
         "TAIL-AUX-STATES",
         "that option captures other layers in the same forward",
@@ -691,8 +709,8 @@ _DECODE: tuple[Refusal, ...] = (
     Refusal(
         "TAIL-DCP",
         "decode",
-        lambda f: expects_tail(f) and int(f.get("dcp_size") or 1) > 1,
-        "decode expects a tail and has --dcp-size {dcp_size}: one request's draft KV is "
+        lambda f: pins_tail(f) and int(f.get("dcp_size") or 1) > 1,
+        "decode cannot take a tail with --dcp-size {dcp_size}: one request's draft KV is "
         "split over ranks",
         "run decode without decode context parallelism, or run DSPARK on prefill",
     ),
@@ -712,8 +730,8 @@ _DECODE: tuple[Refusal, ...] = (
     Refusal(
         "TAIL-HOST-RECEIVE",
         "decode",
-        lambda f: expects_tail(f) and float(f.get(_HOST_RECEIVE, 1)) < 1,
-        "decode expects a tail and has --disaggregation-decode-host-receive-threshold "
+        lambda f: pins_tail(f) and float(f.get(_HOST_RECEIVE, 1)) < 1,
+        "decode cannot take a tail with --disaggregation-decode-host-receive-threshold "
         "{disaggregation_decode_host_receive_threshold}: requests are staged in host "
         "memory",
         "drop that flag on decode, or run DSPARK on prefill",

@@ -18,6 +18,7 @@ import zmq
 
 from sglang.srt.disaggregation.agreement import decode_side
 from sglang.srt.disaggregation.agreement.description import describe
+from sglang.srt.disaggregation.agreement.rules import REFUSE, decide
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
@@ -89,6 +90,12 @@ def describe_role(role, args=ARGS, *, draft=DRAFT, target=TARGET, environ=None):
         draft_config=draft,
         environ=environ,
     )
+
+
+def refusal(decode, prefill):
+    """The verdict that forbids this pair, or None."""
+    verdicts = decide(decode, prefill)
+    return verdicts[0] if verdicts and verdicts[0].severity == REFUSE else None
 
 
 def wait_for(condition, timeout_s: float = 10.0):

@@ -3,7 +3,8 @@
 Contract: one fetch on first contact, which holds up the scheduler for half a second at
 most and once; a disagreement never raises, fails each request with a reason that names
 both values, and is told to prefill; a refusal is checked again after a second; a prefill
-that was restarted is noticed by the next heartbeat.
+that was restarted is noticed by the next heartbeat; a request that decode refuses at its
+intake is told to prefill.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,9 +25,11 @@ from agreement_fixtures import (
     PLAIN,
     WithServer,
     make_decode,
+    patch_existing,
     wait_for,
 )
 
+from sglang.srt.disaggregation import decode as decode_queues
 from sglang.srt.disaggregation.agreement import decode_side
 from sglang.srt.disaggregation.agreement.decode_side import prefill_description
 from sglang.srt.disaggregation.agreement.description import (
@@ -37,6 +41,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.admission import ROOM_REFUSED
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, TransferBackend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -197,6 +205,106 @@ class TestRefusal(WithServer):
         self.server.close()
         time.sleep(decode_side._REFUSAL_AGE_S + 0.1)
         self.assertFalse(decode.try_ensure_parallel_info(self.addr))
+
+
+class TestRefusedRequest(WithServer):
+    """A request that decode refuses at its intake, or whose prefill never answers."""
+
+    def queue(self, decode, **state):
+        queue = object.__new__(DecodePreallocQueue)
+        known = {"kv_manager": decode, "transfer_backend": TransferBackend.NIXL}
+        queue.__dict__.update(known | state)
+        return queue
+
+    def refuse(self, decode, host="127.0.0.1", **finished):
+        """Upstream's intake, which finds the request too long for its pool."""
+        queue = self.queue(decode)
+        req = SimpleNamespace(
+            bootstrap_host=host,
+            bootstrap_port=self.server.port,
+            bootstrap_room=7,
+            disagg_prefill_dp_rank=None,
+            finished_reason=FINISH_ABORT("too long", HTTPStatus.BAD_REQUEST),
+        )
+        queue._check_if_req_exceed_kv_capacity = lambda req: True
+        with patch_existing(decode_queues, is_unadmitted_reject=lambda req: False):
+            queue.add(req)
+        return queue
+
+    def test_prefill_is_told_of_a_request_that_decode_refuses(self):
+        prefill, decode = self.prefill(), self.decode()
+        self.refuse(decode)
+        told = [ROOM_REFUSED, b"7", b"[PD-BAD-REQUEST] too long"]
+        self.assertEqual(self.told(prefill), told)
+        self.assertEqual(decode.request_status, {}, "the room is still open")
+
+    def test_a_prefill_without_description_gets_an_abort(self):
+        prefill, decode = self.prefill(None), self.decode(PLAIN)
+        self.refuse(decode)
+        self.assertEqual(self.told(prefill), [b"ABORT", b"7"])
+
+    def test_every_rank_that_may_hold_the_request_is_told(self):
+        """Where the router spreads requests over DP ranks, decode does not know which."""
+        sizes = {"attn_dp_size": 2, "attn_tp_size": 1}
+        ranks = [self.prefill(attn_dp_rank=rank, **sizes) for rank in range(2)]
+        self.refuse(self.decode())
+        for rank in ranks:
+            self.assertEqual(self.told(rank)[:2], [ROOM_REFUSED, b"7"])
+
+    def test_nobody_is_told_of_a_request_without_a_prefill(self):
+        decode = self.decode()
+        self.refuse(decode)  # no prefill has registered
+        self.prefill()
+        with mock.patch.object(decode_side, "_tell") as tell:
+            self.refuse(decode, host=FAKE_BOOTSTRAP_HOST)
+        self.assertEqual(tell.call_count, 0)
+
+    def test_a_room_that_another_request_uses_goes_on(self):
+        self.prefill()
+        decode = self.decode()
+        decode.request_status[7] = KVPoll.WaitingForInput
+        with mock.patch.object(decode_side, "_tell") as tell:
+            self.refuse(decode)
+        self.assertEqual(tell.call_count, 0)
+        self.assertEqual(decode.request_status, {7: KVPoll.WaitingForInput})
+
+    def test_a_prompt_that_decode_can_never_place_is_refused(self):
+        """Its pool also needs the tokens that it reserves for an answer."""
+        queue = self.queue(
+            None,
+            scheduler=mock.Mock(enable_hisparse=False),
+            token_to_kv_pool_allocator=mock.Mock(),
+            max_total_num_tokens=800,
+            num_reserved_decode_tokens=512,
+        )
+        queue.token_to_kv_pool_allocator.prealloc_ceiling_fits.return_value = None
+        queue._prealloc_required_tokens = lambda req: (0, 0)
+        queue._uses_swa_tail_prealloc = lambda: False
+        for tokens, refused in ((288, False), (289, True), (801, True)):
+            req = mock.Mock(origin_input_ids=[1] * tokens, finished_reason=None)
+            req.pd_rebootstrap_in_progress = False
+            found = queue._check_if_req_exceed_kv_capacity(req)
+            self.assertEqual(found, refused, tokens)
+        self.assertIn("801 > 288", req.finished_reason.message)
+
+    def test_a_prefill_that_does_not_answer_is_named(self):
+        decode = self.decode()
+        address = "127.0.0.1:1"
+        receiver = NixlKVReceiver(decode, address, 7)
+        queue = self.queue(
+            decode,
+            _ensure_last_attempt_time={},
+            _ensure_retry_interval=0.0,
+            _ensure_retry_count={},
+            _max_ensure_retries=1,
+        )
+        held = SimpleNamespace(
+            req=SimpleNamespace(bootstrap_room=7), kv_receiver=receiver
+        )
+        queue._ensure_prefill_info({address: [held]})
+        self.assertEqual(receiver.poll(), KVPoll.Failed)
+        for text in ("[PD-NO-PREFILL]", address, "after 1 attempts"):
+            self.assertIn(text, decode.failure_records[7])
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):

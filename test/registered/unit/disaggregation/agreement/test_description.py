@@ -16,13 +16,22 @@ import unittest
 from unittest import mock
 
 import torch
-from agreement_fixtures import ARGS, DRAFT, PLAIN_ARGS, TARGET, V4, describe_role
+from agreement_fixtures import (
+    ARGS,
+    DRAFT,
+    PLAIN_ARGS,
+    TARGET,
+    V4,
+    describe_role,
+    refusal,
+)
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.disaggregation.agreement.description import (
     DEEPSEEK_V4_WINDOW,
     checkpoint_fingerprint,
     describe,
+    describe_tail,
     draft_kv_dtype,
     kv_heads,
     local_folder,
@@ -31,7 +40,6 @@ from sglang.srt.disaggregation.agreement.description import (
     ring_sizes,
     window_need,
 )
-from sglang.srt.disaggregation.agreement.rules import refusal
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -84,18 +92,38 @@ class TestDescription(CustomTestCase):
 
     def test_modes(self):
         capture = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
-        tail = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": "32"}
+        layers = {"SGLANG_DSPARK_PD_TARGET_LAYER_IDS": "0,1"}
         for role, args, environ, mode in (
             ("prefill", ARGS, {}, "native"),
             ("prefill", PLAIN_ARGS, {}, "none"),
             ("prefill", PLAIN_ARGS, capture, "tail"),
-            ("decode", ARGS, {}, "native"),
-            ("decode", ARGS, tail, "tail"),
-            ("decode", PLAIN_ARGS, tail, "none"),
+            ("prefill", PLAIN_ARGS, layers, "tail"),
+            ("prefill", ARGS, layers, "native"),
+            ("decode", ARGS, {}, "tail"),
+            ("decode", PLAIN_ARGS, layers, "none"),
         ):
             with self.subTest(role=role, mode=mode):
                 described = describe_role(role, args, environ=environ)
                 self.assertEqual(described["mode"], mode)
+
+    def test_length_of_a_tail(self):
+        """Prefill's by its own defaults; decode's where it wants one length only."""
+        sliding = {**DRAFT, "layer_types": ["sliding_attention"], "sliding_window": 32}
+        for role, draft, given, tokens in (
+            ("prefill", sliding, None, 31),
+            ("prefill", sliding, "-1", 31),
+            ("prefill", DRAFT, None, 8),
+            ("prefill", None, None, 8),
+            ("prefill", None, "-1", None),
+            ("prefill", sliding, "16", 16),
+            ("decode", sliding, None, None),
+            ("decode", sliding, "-1", 31),
+            ("decode", sliding, "16", 16),
+        ):
+            environ = {"SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": given} if given else {}
+            with self.subTest(role, given=given, tokens=tokens):
+                dspark = describe_tail(role, {}, draft, environ)
+                self.assertEqual(dspark.get("tail_tokens"), tokens)
 
     def test_unknown_values_are_left_out(self):
         described = describe({"tp_size": 1}, role="prefill")
@@ -233,15 +261,15 @@ class TestConfigObjects(CustomTestCase):
 
     def agree(self, raw, whole):
         for draft in (None, "given"):
-            sides = [
-                describe_role(
-                    role, target=config, draft=config if draft else None, environ={}
-                )
-                for role, config in (("decode", raw), ("prefill", whole))
-            ]
-            with self.subTest(raw["architectures"], draft=draft):
-                self.assertIsNone(refusal(*sides))
-                self.assertIsNone(refusal(*reversed(sides)))
+            for configs in ((raw, whole), (whole, raw)):
+                sides = [
+                    describe_role(
+                        role, target=config, draft=config if draft else None, environ={}
+                    )
+                    for role, config in zip(("decode", "prefill"), configs, strict=True)
+                ]
+                with self.subTest(raw["architectures"], draft=draft):
+                    self.assertIsNone(refusal(*sides))
 
     def test_dense_models(self):
         import transformers

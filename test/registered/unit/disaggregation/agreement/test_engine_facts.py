@@ -60,7 +60,6 @@ class TestEngineFacts(CustomTestCase):
         buffers = SimpleNamespace(
             output_ids=torch.zeros(1),
             kv_checksum=None,
-            dspark_tail=torch.zeros(1),
             bootstrap_room=torch.zeros(1, 2),
         )
         queue = SimpleNamespace(

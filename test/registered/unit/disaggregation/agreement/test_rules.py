@@ -10,7 +10,7 @@ import copy
 import itertools
 import unittest
 
-from agreement_fixtures import NATIVE, PLAIN
+from agreement_fixtures import NATIVE, PLAIN, refusal
 
 from sglang.srt.disaggregation.agreement.rules import (
     NOTE,
@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.agreement.rules import (
     WARN,
     decide,
     look_up,
-    refusal,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -34,7 +33,6 @@ TAIL_DSPARK = {
     "hidden_size": 128,
     "dtype": "float32",
     "tail_tokens": 32,
-    "row_bytes": 1536,
     "window_need": 31,
 }
 TAIL_PREFILL = {**PLAIN, "mode": "tail", "dspark": TAIL_DSPARK}
@@ -102,7 +100,13 @@ CASES = {
     "PD-COLD-DRAFT-ALLOWED": (COLD_OK, PLAIN),
     "PD-DRAFT-ONLY-ON-PREFILL": (PLAIN, NATIVE),
     "PD-ALGORITHM": (NATIVE, {**PLAIN, "algorithm": "EAGLE"}),
-    "PD-MODE": (NATIVE, TAIL_PREFILL),
+    "PD-MODE": (
+        {
+            **NATIVE,
+            "dspark": {"no_tail": "decode cannot take a tail with --dcp-size 2"},
+        },
+        TAIL_PREFILL,
+    ),
     "PD-DRAFT-GEOMETRY": (
         NATIVE,
         {**NATIVE, "draft": {"architecture": "D", "layers": 3}},
@@ -119,10 +123,13 @@ CASES = {
     "PD-TAIL-HIDDEN": (TAIL_DECODE, with_dspark(TAIL_PREFILL, hidden_size=64)),
     "PD-TAIL-DTYPE": (TAIL_DECODE, with_dspark(TAIL_PREFILL, dtype="bfloat16")),
     "PD-TAIL-TOKENS": (TAIL_DECODE, with_dspark(TAIL_PREFILL, tail_tokens=64)),
-    "PD-TAIL-ROW-BYTES": (TAIL_DECODE, with_dspark(TAIL_PREFILL, row_bytes=768)),
     "PD-TAIL-WINDOW": (with_dspark(TAIL_DECODE, window_need=None), TAIL_PREFILL),
     "PD-TAIL-WINDOW-ALLOWED": (
         consenting(with_dspark(TAIL_DECODE, window_need=64)),
+        consenting(TAIL_PREFILL),
+    ),
+    "PD-TAIL-COVER": (
+        consenting(with_dspark(TAIL_DECODE, window_need=64, must_cover="radix cache")),
         consenting(TAIL_PREFILL),
     ),
     "PD-TAIL-CP": (TAIL_DECODE, {**TAIL_PREFILL, "cp": 2}),
@@ -136,6 +143,11 @@ GOOD = {
     "plain": (PLAIN, PLAIN),
     "tail": (TAIL_DECODE, TAIL_PREFILL),
     "native prefill, decode that could take a tail": (TAIL_DECODE, NATIVE),
+    "tail, decode that wants no length": (without_length(TAIL_DECODE), TAIL_PREFILL),
+    "tail that covers the draft": (
+        with_dspark(TAIL_DECODE, must_cover="radix cache"),
+        TAIL_PREFILL,
+    ),
     "stages with layer ids": (NATIVE, {**NATIVE, "pp": 2}),
     "tensor parallel 1 to 2": ({**NATIVE, "tp": 2}, NATIVE),
 }
@@ -215,8 +227,7 @@ class TestShortTail(CustomTestCase):
         pair = [without_length(consenting(d)) for d in (self.decode, TAIL_PREFILL)]
         verdict = refusal(*pair)
         self.assertEqual(verdict.code, "PD-TAIL-WINDOW")
-        self.assertIn("prefill has dspark.tail_tokens=-1", verdict.message)
-        self.assertIn("decode has dspark.tail_tokens=-1", verdict.message)
+        self.assertIn("prefill has dspark.tail_tokens=not set", verdict.message)
 
     def test_a_window_resolves_the_length(self):
         self.assertIsNone(
@@ -240,9 +251,10 @@ class TestAuxLayout(CustomTestCase):
         first = {**PLAIN, "aux": ["kv_checksum:64", *PLAIN["aux"]]}
         self.assertEqual(refusal(first, PLAIN).code, "PD-AUX")
 
-    def test_a_checksum_before_a_tail_is_refused(self):
+    def test_a_checksum_says_no_more_with_a_tail(self):
         more = {**TAIL_PREFILL, "aux": [*PLAIN["aux"], "kv_checksum:64"]}
-        self.assertEqual(refusal(TAIL_DECODE, more).code, "PD-AUX")
+        verdicts = decide(TAIL_DECODE, more)
+        self.assertEqual([v.code for v in verdicts], ["PD-AUX-CHECKSUM"])
 
 
 class TestStages(CustomTestCase):

@@ -3,14 +3,16 @@
 Contract: rooms of a refused or half-registered decode fail on prefill, and decode learns
 why; rooms of other decodes are served; a room that decode gave up before prefill had its
 request fails as soon as the request arrives; a decode that prefill does not know
-registers again.
+registers again; decode hears why prefill refused or failed a room.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 import unittest
+from http import HTTPStatus
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,13 +30,22 @@ from kv_managers import (
     nixl_registration,
     open_sender,
     patch_existing,
+    wait_for,
 )
 
+from sglang.srt.disaggregation import prefill
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common import admission, conn, control_threads
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.control_threads import GuardedSocket
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    DisaggregationMode,
+    prepare_abort,
+)
+from sglang.srt.managers import scheduler
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -213,6 +224,7 @@ class TestNixlPrefill(ThreadCase):
                 nixl_metadata(room, port, dice.choice([name, "decode-good"])),
                 [b"ABORT", str(room).encode()],
                 [admission.ROOM_REFUSED, str(room).encode(), dice.randbytes(40)],
+                [admission.ROOM_ENDED, str(room).encode(), dice.randbytes(40)],
                 garbage(dice),
             ]
         )
@@ -305,7 +317,7 @@ class TestEarlyRooms(ThreadCase):
 
     def test_rooms_that_never_come_are_forgotten(self):
         door = self.manager.admission
-        with mock.patch.object(admission, "_MAX_EARLY_ROOMS", 10):
+        with mock.patch.object(admission, "_MAX_ROOMS", 10):
             for room in range(100):
                 door.fail_room(room, "why")
         for room, polled in ((0, KVPoll.Bootstrapping), (99, KVPoll.Failed)):
@@ -328,6 +340,148 @@ class TestEarlyRooms(ThreadCase):
         manager.admission.lock = Opening()
         manager.admission.fail_room(7, "why")
         self.assertTrue(self.fails(7, "why"))
+
+
+def request(room=5, message=None, status=400, host="127.0.0.1"):
+    """A request at an engine's intake, refused there if it has a message."""
+    reason = message and FINISH_ABORT(message, HTTPStatus(status))
+    return SimpleNamespace(
+        bootstrap_room=room, bootstrap_host=host, finished_reason=reason
+    )
+
+
+class TestEndedRooms(ThreadCase):
+    """What decode hears of rooms that prefill refuses or fails."""
+
+    def setUp(self):
+        manager = nixl_prefill()
+        self.start(manager, manager._start_bootstrap_thread)
+        self.wire.send(*nixl_registration(self.wire.port))
+
+    def ask(self, room):
+        self.wire.send(*nixl_metadata(room, self.wire.port))
+
+    def refuse(self, room, message, **options):
+        """Upstream's intake, on a queue that refuses."""
+        scheduler = SimpleNamespace(retire_unadmitted_request=mock.Mock())
+        queue = object.__new__(PrefillBootstrapQueue)
+        queue.__dict__.update(kv_manager=self.manager, scheduler=scheduler, queue=[])
+        queue.create_sender = lambda req, heads: False
+        with patch_existing(prefill, is_unadmitted_reject=lambda req: False):
+            queue.add(request(room, message, **options), 1)
+
+    def answers(self, room, *texts):
+        told = self.wire.answer()
+        self.assertEqual(told[:3], [b"KV_STATUS", str(room).encode(), FAILED])
+        for text in texts:
+            self.assertIn(text, told[4].decode())
+
+    def test_decode_hears_of_a_request_that_prefill_refuses(self):
+        """Before it asks, and after; also a second time, as other ranks ask."""
+        self.refuse(1, "too long")
+        for _ in range(2):
+            self.ask(1)
+            self.answers(1, "refused by prefill: [PD-BAD-REQUEST] too long")
+        self.ask(2)
+        self.assertTrue(wait_for(lambda: 2 in self.manager.transfer_infos))
+        self.refuse(2, "no memory", status=503)
+        self.answers(2, "refused by prefill: no memory")
+
+    def test_decode_hears_of_a_request_that_prefill_fails(self):
+        """One that waited too long, and one that was aborted."""
+        late, gone = open_sender(self.manager, 1), open_sender(self.manager, 2)
+        late.init_time = 1.0
+        self.assertEqual(late.poll(), KVPoll.Failed)
+        self.ask(1)
+        self.answers(1, "timed out")
+        self.ask(2)
+        self.assertTrue(self.is_ready(2))
+        gone.abort()
+        gone.clear()
+        self.answers(2, "Aborted by AbortReq.")
+
+    def test_decode_that_gave_a_room_up_hears_nothing(self):
+        for room in (1, 2):
+            open_sender(self.manager, room)
+            self.ask(room)
+            self.assertTrue(self.is_ready(room))
+        self.wire.send(b"ABORT", b"1")
+        self.assertTrue(self.fails(1))
+        self.manager.update_status(2, KVPoll.Failed)
+        self.answers(2)
+
+    def test_a_later_room_of_the_same_number_is_served(self):
+        self.refuse(1, "too long")
+        self.assertTrue(wait_for(lambda: 1 in self.manager.admission.ended))
+        open_sender(self.manager, 1)
+        self.ask(1)
+        self.assertTrue(self.is_ready(1))
+        self.manager.bootstrap_timeout = -1
+        self.refuse(2, "too long")
+        self.ask(2)
+        self.assertTrue(wait_for(lambda: 2 in self.manager.transfer_infos))
+
+    def test_requests_without_another_engine_end_no_room(self):
+        with mock.patch.object(admission, "end_room") as end:
+            self.refuse(1, "too long", host=FAKE_BOOTSTRAP_HOST)
+            self.refuse(2, None)
+        self.assertEqual(end.call_count, 0)
+
+    def test_a_mistake_of_the_client_is_400_on_both_engines(self):
+        for text, status in (
+            ("failed: refused by prefill: [PD-BAD-REQUEST] too long", 400),
+            ("failed: refused by prefill: no memory", 500),
+        ):
+            failed = SimpleNamespace(return_logprob=False)
+            prepare_abort(failed, text, status_code=HTTPStatus(500))
+            self.assertEqual(failed.finished_reason.status_code, status)
+
+    def test_rooms_of_a_scheduler_that_raised_end(self):
+        """All but the served ones; and its process with them."""
+        for room in (1, 2):
+            open_sender(self.manager, room)
+            self.ask(room)
+            self.assertTrue(self.is_ready(room))
+        self.manager.request_status[2] = KVPoll.Success
+        queue = SimpleNamespace(kv_manager=self.manager)
+        exits = self.raise_in_scheduler("PREFILL", disagg_prefill_bootstrap_queue=queue)
+        self.answers(1, "prefill's scheduler raised")
+        self.assertTrue(wait_for(lambda: exits.call_args == mock.call(1)))
+
+    def test_a_decode_whose_scheduler_raised_aborts_its_rooms(self):
+        held = [mock.Mock(), mock.Mock()]
+        exits = self.raise_in_scheduler(
+            "DECODE",
+            disagg_decode_prealloc_queue=SimpleNamespace(queue=held[:1]),
+            disagg_decode_transfer_queue=SimpleNamespace(queue=held[1:]),
+        )
+        for one in held:
+            one.kv_receiver.abort.assert_called_once_with()
+        self.assertTrue(wait_for(lambda: exits.called))
+        self.assertFalse(self.raise_in_scheduler("NULL").called)
+
+    def raise_in_scheduler(self, role, **queues):
+        """Upstream's process around a scheduler that raises; how it is ended."""
+        mode = DisaggregationMode[role]
+        made = mock.MagicMock(**queues, gracefully_exit=False, disaggregation_mode=mode)
+        exits = self.enterContext(mock.patch.object(admission.os, "_exit"))
+        made.run_event_loop.side_effect = RuntimeError("broken")
+        run = scheduler.run_scheduler_process
+        given = inspect.signature(run).parameters.values()
+        with patch_existing(
+            scheduler,
+            Scheduler=lambda *args: made,
+            get_observability=lambda: SimpleNamespace(enable_trace=False),
+            psutil=mock.Mock(),
+            load_plugins=mock.Mock(),
+            publish=mock.Mock(),
+            configure_scheduler_process=mock.Mock(),
+            resolve_spawn_dp_rank=mock.Mock(),
+            spawn_world_rank=mock.Mock(),
+            SpawnRanks=mock.Mock(),
+        ):
+            run(*[mock.Mock() for one in given if one.default is one.empty])
+        return exits
 
 
 class TestTransferWorker(CustomTestCase):

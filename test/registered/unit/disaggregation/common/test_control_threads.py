@@ -241,6 +241,36 @@ class TestLoops(ThreadCase):
             self.outlives_a_bad_status(manager, manager.start_decode_thread)
 
 
+class SlowTable(dict):
+    """Statuses of rooms; its first reader pauses, so that others get their turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.was_read = threading.Event()
+
+    def get(self, room, default=None):
+        found = super().get(room, default)
+        if not self.was_read.is_set():
+            self.was_read.set()
+            time.sleep(0.5)
+        return found
+
+
+class TestStatus(ThreadCase):
+    def test_metadata_that_arrives_while_the_request_opens_counts(self):
+        manager = nixl_prefill()
+        self.start(manager, manager._start_bootstrap_thread)
+        manager.decode_kv_args_table["decode-a"] = mock.Mock()
+        table = manager.request_status = SlowTable()
+        opener = threading.Thread(target=open_sender, args=(manager, 1))
+        opener.start()
+        self.assertTrue(table.was_read.wait(5))
+        self.wire.send(*nixl_metadata(1, self.wire.port))
+        opener.join()
+        self.assertIsNotNone(wait_for(lambda: 1 in manager.transfer_infos))
+        self.assertTrue(self.is_ready(1))
+
+
 class TestHeartbeat(CustomTestCase):
     def test_it_goes_on_after_an_error_with_a_lost_prefill(self):
         """Upstream forgets a lost prefill before anything can raise."""

@@ -18,6 +18,9 @@ class HfConfig(SimpleNamespace):
     def get_text_config(self):
         return self
 
+    def to_dict(self):
+        return vars(self)
+
 
 def target_config(layers=8, **more):
     config = HfConfig(architectures=["Qwen3ForCausalLM"], num_hidden_layers=layers)
@@ -55,6 +58,9 @@ def server_args(**more):
             "speculative_algorithm": None,
             "speculative_draft_model_path": None,
             "speculative_draft_model_revision": None,
+            "model_path": "target",
+            "revision": None,
+            "json_model_override_args": "{}",
             "trust_remote_code": False,
             "pp_size": 1,
             **more,
@@ -83,11 +89,8 @@ class HandoffCase(CustomTestCase):
     @contextlib.contextmanager
     def drafts(self, config):
         """Let ``config`` be what every draft path leads to."""
-        with mock.patch.object(
-            handoff,
-            "load_draft_config",
-            lambda cfg: config if cfg.speculative_draft_model_path else None,
-        ):
+        load = "sglang.srt.utils.hf_transformers_utils.get_config"
+        with mock.patch(load, lambda path, **_: config):
             yield
 
     def refuse(self, pattern):

@@ -22,11 +22,13 @@ from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tail
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
     TailSpec,
     activate,
+    current,
     deactivate,
 )
 from sglang.srt.speculative.dspark_components.dspark_kv_inject import (
     TargetHiddenKvInjector,
 )
+from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -45,38 +47,43 @@ def make_spec(tail_tokens=4, window_need=4, layer_ids=(0, 1, 2)) -> TailSpec:
     )
 
 
-def make_buffers(spec=None):
+def make_room(spec=None):
+    """This decode's rows; ``None`` before it has met a tail."""
     tail = tails.TailBuffer(spec or make_spec(), SLOTS)
-    return tails.TailMetadataBuffers.of(SimpleNamespace(), tail)
+    activate(tail=tail)
+    return tail
 
 
 def adopt(pool, window_need, **more):
     """Name the draft whose context this process looks after."""
-    activate(draft=decode.Draft.of(pool, window_need, **more))
+    shape = make_spec(tail_tokens=0, window_need=window_need)
+    slots = tails.TailSlots(SLOTS)
+    activate(draft=decode.Draft(pool, shape, **more), slots=slots)
 
 
-def fill(buffers, prompt, slot=0, room=ROOM, spec=None, salt=0):
+def fill(room_here, prompt, slot=0, room=ROOM, spec=None, salt=0):
     """What a finished transfer leaves in a slot; returns its hidden states."""
-    tail = tails.TailBuffer(spec or buffers.tail.spec, SLOTS)
+    tail = tails.TailBuffer(spec or room_here.spec, SLOTS)
     req = SimpleNamespace(
         rid="p",
         origin_input_ids=[0] * prompt,
         metadata_buffer_index=slot,
         bootstrap_room=room,
+        kv=SimpleNamespace(req_pool_idx=slot),
     )
     hidden = torch.arange(prompt * WIDTH).float().view(prompt, WIDTH) + salt
     batch = SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[prompt])
     tail.take(batch, hidden)
     tail.finish(req)
-    width = min(tail.storage.shape[1], buffers.tail.storage.shape[1])
-    buffers.tail.storage[slot, :width] = tail.storage[slot, :width]
+    width = min(tail.storage.shape[1], room_here.storage.shape[1])
+    room_here.storage[slot, :width] = tail.storage[slot, :width]
     return hidden[-min(prompt, tail.spec.tail_tokens) :]
 
 
 def make_req(room=ROOM, row=1, rid="d"):
     return SimpleNamespace(
         rid=rid, bootstrap_room=room, bootstrap_host="h", finished_reason=None,
-        kv=SimpleNamespace(req_pool_idx=row), grammar=None, return_logprob=False,
+        kv=SimpleNamespace(req_pool_idx=row, holds_kv=True), grammar=None, return_logprob=False,
     )  # fmt: skip
 
 
@@ -159,10 +166,6 @@ def make_worker(pool=None):
     return worker
 
 
-def make_scheduler(buffers, worker):
-    return SimpleNamespace(disagg_metadata_buffers=buffers, draft_worker=worker)
-
-
 def make_batch(*pairs):
     reqs, seq_lens = zip(*pairs, strict=True)
     return SimpleNamespace(reqs=list(reqs), seq_lens_cpu=torch.tensor(seq_lens))
@@ -178,20 +181,19 @@ class DraftCase(CustomTestCase):
         self.addCleanup(one_rank.stop)
         adopt(Pool(), 4)
 
-    def commit(self, buffers, req, slot=0, mode=None, group=None, address="h:1"):
-        queue = SimpleNamespace(metadata_buffers=buffers, gloo_group=group)
+    def commit(self, req, slot=0, mode=None, group=None, address="h:1"):
+        queue = SimpleNamespace(gloo_group=group)
         decode.commit_tail(queue, slot, received(req, mode, address))
         return req
 
 
 class TestCommit(DraftCase):
     def test_commit_takes_the_tail(self):
-        """The queue's own commit takes the tail while the slot is still the request's."""
-        buffers = make_buffers()
-        expected = fill(buffers, 9)
-        buffers.get_buf = lambda _: committed_fields()
+        """The queue's own commit holds the slot; freeing it right after does nothing."""
+        expected = fill(make_room(), 9)
         queue = object.__new__(decode_module.DecodeTransferQueue)
-        queue.scheduler, queue.metadata_buffers = mock.MagicMock(), buffers
+        queue.scheduler = mock.MagicMock()
+        queue.metadata_buffers = SimpleNamespace(get_buf=lambda _: committed_fields())
         queue.scheduler.kv_checksum_computer = None
         queue.gloo_group = None
         queue.spec_algorithm = SimpleNamespace(is_none=lambda: True)
@@ -199,141 +201,137 @@ class TestCommit(DraftCase):
         req = make_req()
         req.output_ids, req.return_logprob, req.return_sampling_mask = [], False, False
         req.time_stats = mock.Mock()
+        slots = current().slots
+        self.assertEqual(slots.alloc(), 0)
         queue._commit_transfer_to_req(received(req))
-        buffers.tail.storage.zero_()
+        slots.free(0)
         torch.testing.assert_close(req.dspark_tail.hidden_states, expected)
         self.assertEqual(req.dspark_tail[:2], (5, 9))
+        self.assertEqual(slots.available_size(), SLOTS - 1)
 
     def test_short_prompt(self):
-        buffers = make_buffers()
-        expected = fill(buffers, 2)
-        taken = self.commit(buffers, make_req()).dspark_tail
+        expected = fill(make_room(), 2)
+        taken = self.commit(make_req()).dspark_tail
         self.assertEqual(taken[:2], (0, 2))
         torch.testing.assert_close(taken.hidden_states, expected)
 
     def test_draft_kv_is_kept_only_where_it_came(self):
         """Without a header it is the prefill's mode that says what was written."""
-        expecting, plain = make_buffers, SimpleNamespace
-        for mode, buffers, kept in (
-            ("native", expecting, True),
-            ("none", expecting, False),
-            ("tail", expecting, False),
-            (None, expecting, False),
-            ("native", plain, True),
-            ("none", plain, False),
-            (None, plain, True),
-        ):
-            with self.subTest(mode=mode, buffers=buffers.__name__):
-                req = self.commit(buffers(), make_req(), mode=mode)
-                expected = None if kept else decode.NO_TAIL
-                self.assertEqual(req.dspark_tail, expected)
-                self.assertIsNone(req.finished_reason)
+        for has_room in (False, True):
+            if has_room:
+                make_room()
+            for mode, kept in (
+                ("native", True),
+                ("none", False),
+                ("tail", False),
+                (None, True),
+            ):
+                with self.subTest(mode=mode, has_room=has_room):
+                    req = self.commit(make_req(), mode=mode)
+                    expected = None if kept else decode.NO_TAIL
+                    self.assertEqual(req.dspark_tail, expected)
+                    self.assertIsNone(req.finished_reason)
 
     def test_undescribed_prefill_is_named_once(self):
         with self.assertLogs(decode.logger, "WARNING") as logs:
             for _ in range(3):
-                self.commit(make_buffers(), make_req(), address="named-once:1")
+                self.commit(make_req(), address="named-once:1")
         self.assertEqual(len(logs.output), 1)
         self.assertIn("named-once:1", logs.output[0])
 
-    def test_ranks_abort_together(self):
-        """Ranks that run different batches would hang at the next collective."""
-        fits, fits_not = make_buffers(), make_buffers()
-        fill(fits, 9)
-        fill(fits_not, 9, room=78)
-        asked = []
+    def test_two_ranks_abort_together(self):
+        """One of them lost its rows: it alone sees that, and both abort.
 
-        def one_of_two(mine):
-            def reduce(flags, group, op):
-                asked.append((flags, group, op))
-                return [max(flags[0], mine)]
-
-            return mock.patch(
-                "sglang.srt.disaggregation.utils.all_reduce_flags", reduce
-            )
-
-        with one_of_two(1), self.assertLogs(decode.logger, "ERROR"):
-            req = self.commit(fits, make_req(), group="ranks")
-        self.assertIn("another rank", req.finished_reason.message)
-        with one_of_two(0), self.assertLogs(decode.logger, "ERROR"):
-            req = self.commit(fits_not, make_req(), group="ranks")
-        self.assertIn("room 78", req.finished_reason.message)
-        with one_of_two(0):
-            self.assertIsNone(self.commit(fits, make_req()).finished_reason)
-        self.assertEqual([flags for flags, *_ in asked], [[0], [1], [0]])
-        self.assertEqual(asked[0][1:], ("ranks", torch.distributed.ReduceOp.MAX))
-
-    def test_decode_without_a_tail_asks_no_other_rank(self):
-        """Nothing can go wrong for it, so it pays for no collective."""
-        reduce = mock.Mock(side_effect=AssertionError)
-        with mock.patch("sglang.srt.disaggregation.utils.all_reduce_flags", reduce):
-            for mode in ("native", "none"):
-                self.commit(SimpleNamespace(), make_req(), mode=mode)
+        Real gloo ranks; without the agreement the one that goes on would hang at the
+        next collective.
+        """
+        port = get_free_port()
+        with torch.multiprocessing.get_context("fork").Pool(2) as pool:
+            ranks = pool.starmap_async(commit_as_rank, [(0, port), (1, port)])
+            messages = ranks.get(timeout=60)
+        self.assertIn("another rank", messages[0])
+        self.assertIn("room 78", messages[1])
 
     def test_warm_up_brings_nothing(self):
+        make_room()
         req = make_req()
         req.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        self.commit(make_buffers(), req, mode="native")
+        self.commit(req, mode="native")
         self.assertEqual(req.dspark_tail, decode.NO_TAIL)
 
-    def test_draft_kv_of_slots_that_are_no_pool_entries_is_left_alone(self):
-        """Under --dcp-size and the like they would name entries of other requests."""
-        adopt(Pool(), 4, plain_slots=False)
-        req = self.commit(SimpleNamespace(), make_req(), mode="none")
-        self.assertIsNone(req.dspark_tail)
+    def test_draft_kv_is_left_alone_where_no_tail_can_be_taken(self):
+        """Under --dcp-size and the like slots would name entries of other requests."""
+        adopt(Pool(), 4, no_tail="decode has --dcp-size 2")
+        self.assertIsNone(self.commit(make_req(), mode="none").dspark_tail)
 
     def test_engine_without_draft(self):
         deactivate()
-        req = self.commit(make_buffers(), make_req())
+        req = self.commit(make_req())
         self.assertFalse(hasattr(req, "dspark_tail"))
 
     def test_a_request_without_a_tail_is_refused_where_slots_are_shared(self):
         """Clearing them would change the draft KV of other requests."""
         adopt(Pool(), 4, shares_slots=True)
-        buffers = make_buffers()
-        fill(buffers, 9)
-        self.assertIsNone(self.commit(buffers, make_req()).finished_reason)
-        buffers.tail.headers[0, 2:4] = torch.tensor([9, 0])
-        self.refused(buffers, "enable-radix-cache")
-        buffers.tail.clear(0)
-        self.refused(buffers, "enable-radix-cache")
+        tail = make_room()
+        fill(tail, 9)
+        self.assertIsNone(self.commit(make_req()).finished_reason)
+        tail.headers[0, 2:4] = torch.tensor([9, 0])
+        self.refused("enable-radix-cache")
+        tail.clear(0)
+        self.refused("enable-radix-cache")
         warm_up = make_req()
         warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        self.assertIsNone(self.commit(buffers, warm_up).finished_reason)
+        self.assertIsNone(self.commit(warm_up, mode="tail").finished_reason)
         adopt(MaskedPool(), 4, shares_slots=True)
-        self.assertIsNone(self.commit(buffers, make_req()).finished_reason)
+        self.assertIsNone(self.commit(make_req(), mode="tail").finished_reason)
 
-    def refused(self, buffers, pattern, room=ROOM):
+    def refused(self, pattern, room=ROOM):
         req = make_req(room=room)
         with self.assertLogs(decode.logger, "ERROR"):
-            self.commit(buffers, req)
+            self.commit(req, mode="tail")
         self.assertRegex(req.finished_reason.message, pattern)
 
     def test_hidden_states_of_other_layers_are_refused_with_both_values(self):
         for other in (make_spec(layer_ids=(0, 1, 3)), make_spec(layer_ids=(0, 1, 4))):
-            buffers = make_buffers()
-            fill(buffers, 9, spec=other)
+            fill(make_room(), 9, spec=other)
             marks = f"{other.fingerprint:x}.*{make_spec().fingerprint:x}"
-            self.refused(buffers, marks)
+            self.refused(marks)
 
     def test_other_room_is_refused(self):
-        buffers = make_buffers()
-        fill(buffers, 9, room=78)
-        self.refused(buffers, "room 78, not to 77")
+        fill(make_room(), 9, room=78)
+        self.refused("room 78, not to 77")
 
     def test_other_layout_version_is_refused(self):
-        buffers = make_buffers()
-        fill(buffers, 9)
-        buffers.tail.headers[0, 0] += 1
-        self.refused(buffers, "the same release")
+        tail = make_room()
+        fill(tail, 9)
+        tail.headers[0, 0] += 1
+        self.refused("the same release")
 
     def test_impossible_counts_are_refused(self):
         for word, value in ((2, 3), (3, 5), (3, -1), (6, 12)):
             with self.subTest(word=word):
-                buffers = make_buffers()
-                fill(buffers, 9)
-                buffers.tail.headers[0, word] = value
-                self.refused(buffers, "announced tokens")
+                tail = make_room()
+                fill(tail, 9)
+                tail.headers[0, word] = value
+                self.refused("announced tokens")
+        self.assertEqual(current().slots._holders, {})
+
+
+def commit_as_rank(rank, port):
+    """One of two ranks that commit the same request; rank 1 got another's rows."""
+    import torch.distributed as dist
+
+    mock.patch.stopall()
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    adopt(Pool(), 4)
+    fill(make_room(), 9, room=ROOM + rank)
+    req = make_req()
+    queue = SimpleNamespace(gloo_group=dist.group.WORLD)
+    decode.commit_tail(queue, 0, received(req))
+    dist.destroy_process_group()
+    return req.finished_reason and req.finished_reason.message
 
 
 def committed_fields():
@@ -346,13 +344,13 @@ def committed_fields():
 class TestInject(DraftCase):
     def setUp(self):
         super().setUp()
-        self.buffers, self.worker = make_buffers(), make_worker()
-        self.scheduler = make_scheduler(self.buffers, self.worker)
+        self.room, self.worker = make_room(), make_worker()
+        self.scheduler = SimpleNamespace(draft_worker=self.worker)
 
     def arrive(self, prompt, row, slot=0, salt=0, rid="d"):
-        states = fill(self.buffers, prompt, slot=slot, salt=salt)
+        states = fill(self.room, prompt, slot=slot, salt=salt)
         req = make_req(row=row, rid=rid)
-        self.commit(self.buffers, req, slot)
+        self.commit(req, slot)
         return req, states
 
     def cleared(self, pool=None):
@@ -379,12 +377,32 @@ class TestInject(DraftCase):
         self.assertEqual(self.worker.entered, [True])
         self.assertIsNone(req.dspark_tail)
 
+    def test_slots_are_given_back_behind_their_copies(self):
+        """No hidden state is copied on the host; the slot is free after the device's copy."""
+        one, _ = self.arrive(9, row=1, slot=0)
+        two, _ = self.arrive(9, row=2, slot=1)
+        self.assertEqual(
+            one.dspark_tail.hidden_states.data_ptr(),
+            self.room.hidden_states[0].data_ptr(),
+        )
+        slots = current().slots
+        taken = [slots.alloc() for _ in range(SLOTS)]
+        for slot in taken:
+            slots.free(slot)
+        self.assertEqual(slots.available_size(), SLOTS - 2)
+        with mock.patch.object(decode, "_copied", lambda _: "event"):
+            # The second ends elsewhere and is dropped, but holds its slot no more.
+            with self.assertLogs(decode.logger, "ERROR"):
+                self.inject((one, 9), (two, 12))
+        self.assertEqual(slots.available_size(), SLOTS)
+        self.assertEqual(slots._copies, {0: "event", 1: "event"})
+
     def test_batch_is_one_call(self):
         """Requests with a long, a short and no tail share one write."""
         one, first = self.arrive(9, row=1, slot=0, salt=1)
         two, second = self.arrive(2, row=3, slot=1, salt=2)
         native = make_req(row=2)
-        self.commit(self.buffers, native, 2, mode="native")
+        self.commit(native, 2, mode="native")
         calls = self.inject((one, 9), (native, 5), (two, 2))
         self.assertEqual(len(calls), 1)
         torch.testing.assert_close(calls[0][0], torch.cat([first, second]))
@@ -430,22 +448,21 @@ class TestInject(DraftCase):
 
     def test_native_draft_kv_is_left_alone(self):
         pool = self.worker.draft_model_runner.token_to_kv_pool
-        for buffers in (self.buffers, SimpleNamespace()):
-            self.scheduler.disagg_metadata_buffers = buffers
-            req = self.commit(buffers, make_req(), mode="native")
-            self.assertEqual(self.inject((req, 9)), [])
+        req = self.commit(make_req(), mode="native")
+        self.assertEqual(self.inject((req, 9)), [])
         self.assertTrue(all((buf == 9).all() for buf in pool.k_buffer + pool.v_buffer))
 
     def test_draft_kv_nobody_wrote_is_cleared(self):
-        """A cold draft and a warm-up, on decodes with and without a tail buffer."""
+        """A cold draft and a warm-up, on decodes with and without room for tails."""
         warm_up = make_req(row=2)
         warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        for buffers in (self.buffers, SimpleNamespace()):
+        for room in (self.room, None):
+            activate(tail=room)
             for mode, req in (("none", make_req(row=2)), ("native", warm_up)):
-                with self.subTest(mode=mode, tail=hasattr(buffers, "tail")):
+                with self.subTest(mode=mode, room=room is not None):
                     self.worker = make_worker()
-                    self.scheduler = make_scheduler(buffers, self.worker)
-                    self.commit(buffers, req, mode=mode)
+                    self.scheduler = SimpleNamespace(draft_worker=self.worker)
+                    self.commit(req, mode=mode)
                     self.assertEqual(self.inject((req, 9)), [])
                     self.assertEqual(self.cleared(), self.slots(2, 5, 9))
 
@@ -453,7 +470,7 @@ class TestInject(DraftCase):
         adopt(Pool(), 4, shares_slots=True)
         req = make_req(row=2)
         req.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        self.commit(self.buffers, req)
+        self.commit(req)
         self.inject((req, 9))
         self.assertEqual(self.cleared(), set())
 
@@ -473,7 +490,7 @@ class TestInject(DraftCase):
         self.assertEqual(self.cleared(), self.slots(2, 0, 5))
 
     def test_only_the_window_is_cleared(self):
-        self.buffers = make_buffers(make_spec(tail_tokens=2, window_need=5))
+        self.room = make_room(make_spec(tail_tokens=2, window_need=5))
         adopt(Pool(), 5)
         req, _ = self.arrive(9, row=2)
         self.inject((req, 9))
@@ -486,9 +503,9 @@ class TestInject(DraftCase):
 
     def test_incomplete_tail_is_cleared_not_read(self):
         req = make_req(row=2)
-        fill(self.buffers, 9)
-        self.buffers.tail.headers[0, 2:4] = torch.tensor([9, 0])
-        self.commit(self.buffers, req)
+        fill(self.room, 9)
+        self.room.headers[0, 2:4] = torch.tensor([9, 0])
+        self.commit(req)
         self.assertEqual(self.inject((req, 9)), [])
         self.assertEqual(self.cleared(), self.slots(2, 5, 9))
 
@@ -500,13 +517,14 @@ class TestInject(DraftCase):
     def test_masked_pool_gets_its_first_position(self):
         """Written for every request, also for those without a tail."""
         pool = MaskedPool()
+        adopt(pool, 4)
         self.worker = make_worker(pool)
-        self.scheduler = make_scheduler(self.buffers, self.worker)
+        self.scheduler = SimpleNamespace(draft_worker=self.worker)
         req, _ = self.arrive(9, row=2)
         fake = make_req(row=3)
         fake.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        self.commit(self.buffers, fake, 1)
-        cold = self.commit(self.buffers, make_req(row=1), 1, mode="none")
+        self.commit(fake, 1)
+        cold = self.commit(make_req(row=1), 1, mode="none")
         pool.swa_valid_from[:] = 1
         self.inject((req, 9), (fake, 7), (cold, 8))
         self.assertEqual(pool.swa_valid_from.tolist(), [1, 8, 5, 7])
@@ -527,25 +545,61 @@ class TestInject(DraftCase):
     def test_pool_without_entries_per_slot_is_named_once(self):
         pool = VectorizedPool()
         self.worker = make_worker(pool)
-        self.scheduler = make_scheduler(self.buffers, self.worker)
+        self.scheduler = SimpleNamespace(draft_worker=self.worker)
         with self.assertLogs(decode.logger, "WARNING") as logs:
             for _ in range(2):
-                cold = self.commit(self.buffers, make_req(), mode="none")
+                cold = self.commit(make_req(), mode="none")
                 self.inject((cold, 9))
         self.assertEqual(len(logs.output), 1)
         self.assertIn("VectorizedPool", logs.output[0])
 
-    def test_fp8_pools_are_cleared(self):
-        """Storage of an fp8 pool may have a dtype that index_fill_ does not know."""
-        pool = Pool()
-        dtype = torch.float8_e4m3fn
-        pool.k_buffer = [torch.ones(8, HEADS, 2).to(dtype)]
-        pool.v_buffer = [torch.ones(8, HEADS, 3).to(dtype)]
-        decode.zero_kv(pool, torch.tensor([1, 6]))
-        for buf in pool.k_buffer + pool.v_buffer:
-            zero = torch.nonzero((buf.float() == 0).flatten(1).all(1)).flatten()
-            self.assertEqual(zero.tolist(), [1, 6])
-            self.assertEqual(int((buf.float() == 1).flatten(1).all(1).sum()), 6)
+    def test_pools_of_every_dtype_are_cleared(self):
+        """index_fill_ does not know all of them."""
+        for dtype in (
+            torch.uint8,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+        ):
+            pool = Pool()
+            pool.k_buffer = [torch.ones(8, HEADS, 2).to(dtype)]
+            pool.v_buffer = [torch.ones(8, HEADS, 3).to(dtype)]
+            decode.zero_kv(pool, torch.tensor([1, 6]))
+            with self.subTest(dtype):
+                for buf in pool.k_buffer + pool.v_buffer:
+                    zero = (buf.float() == 0).flatten(1).all(1)
+                    self.assertEqual(torch.nonzero(zero).flatten().tolist(), [1, 6])
+                    kept = (buf.float() == 1).flatten(1).all(1)
+                    self.assertEqual(int(kept.sum()), 6)
+
+    def test_both_pools_of_a_hybrid_are_cleared(self):
+        """A sliding layer's slot is another one, or none any more."""
+        pool = SimpleNamespace(full_kv_pool=Pool(), swa_kv_pool=Pool())
+        mapping = torch.tensor([0, 5, -1])
+        pool.translate_loc_from_full_to_swa = lambda slots: mapping[slots]
+        self.assertTrue(decode.is_clearable(pool))
+        decode.zero_kv(pool, torch.tensor([1, 2]))
+        self.assertEqual(self.cleared(pool.full_kv_pool), {1, 2})
+        self.assertEqual(self.cleared(pool.swa_kv_pool), {0, 5})
+        pool.swa_kv_pool = VectorizedPool()
+        self.assertFalse(decode.is_clearable(pool))
+
+    def test_warm_up_writes_padding_slots_only(self):
+        """At start, so that names, shapes and dtypes are proved and kernels compiled."""
+        table = self.worker.model_runner.req_to_token_pool.req_to_token
+        table[0] = 0
+        decode.warm_up(self.worker, make_spec(tail_tokens=0, window_need=4))
+        ((written, slots, positions),) = self.worker.draft_model.calls
+        self.assertEqual(tuple(written.shape), (4, WIDTH))
+        self.assertEqual(set(slots.tolist()), {0})
+        self.assertEqual(positions.tolist(), [0, 1, 2, 3])
+        self.worker.draft_model.calls.clear()
+        decode.warm_up(self.worker, make_spec(tail_tokens=0, window_need=None))
+        self.assertEqual(len(self.worker.draft_model.calls[0][0]), 8)
 
     def test_prebuilt_batch_is_injected(self):
         """After the slots are final and before the batch can be merged and run."""

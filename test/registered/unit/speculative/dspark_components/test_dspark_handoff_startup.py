@@ -10,6 +10,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
+import msgspec
 import torch
 from handoff_fixtures import (
     DECODE,
@@ -32,6 +33,7 @@ from sglang.srt.speculative.dspark_components.handoff_refusals import (
     CAPTURE,
     LAYER_IDS,
     MOONCAKE_POOL,
+    RUST_SERVER,
     TAIL_TOKENS,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -91,22 +93,21 @@ class TestRefusals(HandoffCase):
         with self.refuse("--speculative-algorithm EAGLE"):
             self.check(speculative_algorithm="EAGLE")
 
-    def test_expecting_decode(self):
-        os.environ[TAIL_TOKENS] = "-1"
-        self.check(**DECODE)
-        self.check(**DECODE, disaggregation_decode_enable_radix_cache=True)
-        with self.refuse("--enable-hisparse"):
-            self.check(**DECODE, enable_hisparse=True)
+    def test_decode(self):
+        """It is refused for what it says of tails, and for nothing if it says nothing."""
+        self.check(**DECODE, enable_hisparse=True)
         os.environ[LAYER_IDS] = "0,1"
         with self.refuse(r"0,1 on decode.*\(0, 2, 4\)"):
             self.check(**DECODE)
-        del os.environ[LAYER_IDS]
-        os.environ.update({TAIL_TOKENS: "8", ALLOW_PARTIAL_CONTEXT: "1"})
-        with self.assertLogs(startup.logger, "WARNING") as logs:
+        os.environ[LAYER_IDS] = "0,2,4"
+        self.check(**DECODE)
+        os.environ[TAIL_TOKENS] = "-1"
+        self.check(**DECODE, disaggregation_decode_enable_radix_cache=True)
+        with self.refuse("--enable-hisparse"):
+            self.check(**DECODE, enable_hisparse=True)
+        os.environ[TAIL_TOKENS] = "8"
+        with self.refuse(f"{ALLOW_PARTIAL_CONTEXT}=1"):
             self.check(**DECODE)
-        self.assertIn("8 tokens of what the draft attends to (31)", logs.output[0])
-        with self.refuse("--disaggregation-decode-enable-radix-cache"):
-            self.check(**DECODE, disaggregation_decode_enable_radix_cache=True)
 
     def test_transfer_of_both_engines(self):
         os.environ.update({TAIL_TOKENS: "-1", MOONCAKE_POOL: "True"})
@@ -118,10 +119,22 @@ class TestRefusals(HandoffCase):
         with self.refuse(MOONCAKE_POOL):
             self.check(disaggregation_transfer_backend="mooncake")
 
-    def test_variables_that_do_nothing(self):
+    def test_a_registry_that_describes_no_prefill(self):
+        """Decodes refuse what they cannot check, and nobody else would say why."""
+        os.environ[RUST_SERVER] = "1"
+        with self.assertLogs(startup.logger, "WARNING") as logs:
+            self.check(speculative_algorithm="DSPARK")
+        self.assertIn(f"unless it has {ALLOW_COLD_DRAFT}=1", logs.output[0])
+        with self.assertNoLogs(startup.logger, "WARNING"):
+            self.check()
         os.environ[LAYER_IDS] = "0,1"
+        with self.refuse("TAIL-RUST-SERVER"):
+            self.check()
+
+    def test_variables_that_do_nothing(self):
+        os.environ.update({LAYER_IDS: "0,1", CAPTURE: "0"})
         for mode in ("prefill", "decode", "null"):
-            with self.subTest(mode), self.refuse(f"{LAYER_IDS} set without {CAPTURE}"):
+            with self.subTest(mode), self.refuse(f"{LAYER_IDS} set, with no effect"):
                 self.check(disaggregation_mode=mode)
 
     def test_cold_draft_with_shared_slots(self):
@@ -201,8 +214,9 @@ class TestCaptureConfig(HandoffCase):
 
     def test_runner_is_told_the_layers(self):
         self.assertFalse(self.resolve().dflash_use_aux_hidden_state)
-        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,2,4"})
+        os.environ[LAYER_IDS] = "0,2,4"
         config = self.resolve()
+        self.assertEqual(handoff.current().spec.tail_tokens, 8)
         self.assertTrue(config.dflash_use_aux_hidden_state and config.is_dspark)
         self.assertEqual(config.dflash_target_layer_ids, [0, 2, 4])
         self.assertIsNone(config.dflash_draft_num_layers)
@@ -229,41 +243,57 @@ class TestAttach(HandoffCase):
             disaggregation_mode=DisaggregationMode(arguments.disaggregation_mode),
             model_config=target_config(),
             spec_algorithm=SpeculativeAlgorithm.NONE,
+            req_to_metadata_buffer_idx_allocator="upstream's",
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(5, 16)),
         )
 
     def attach(self, scheduler, last=True):
-        """The scheduler's tail, or None where its buffers stayed as they were."""
+        """Whether the scheduler's buffers became those of a handoff."""
         buffers = SimpleNamespace(bootstrap_room=torch.zeros(1))
-        group = SimpleNamespace(is_last_rank=last)
-        parallel = "sglang.srt.runtime_context.get_parallel"
-        with mock.patch(parallel, lambda: SimpleNamespace(pp_group=group)):
+        parallel = SimpleNamespace(
+            pp_group=SimpleNamespace(is_last_rank=last), tp_size=1, pp_size=1, nnodes=1
+        )
+        context = "sglang.srt.runtime_context.get_parallel"
+        with mock.patch(context, lambda: parallel):
             found = startup.with_tail(scheduler, buffers, 4)
         if found is buffers:
-            return None
+            return False
         self.assertIs(found.bootstrap_room, buffers.bootstrap_room)
-        return tails.tail_of(found)
+        return True
 
-    def test_last_stage_only(self):
-        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1", TAIL_TOKENS: "3"})
-        tail = self.attach(self.scheduler())
-        self.assertEqual(tuple(tail.hidden_states.shape), (4, 3, 32))
-        self.assertIs(handoff.current().tail, tail)
-        self.assertIsNone(self.attach(self.scheduler(), last=False))
+    def capture(self):
+        shape = handoff.shape_of(handoff.DraftFacts((0, 1), None), target_config())
+        handoff.activate(spec=msgspec.structs.replace(shape, tail_tokens=3))
+
+    def test_rows_of_the_last_stage(self):
+        """One for each request it may run, and for the pool's padding index."""
+        self.capture()
+        self.assertTrue(self.attach(self.scheduler()))
+        tail = handoff.current().tail
+        self.assertEqual(tuple(tail.hidden_states.shape), (5, 3, 32))
+
+    def test_earlier_stages_have_none(self):
+        self.capture()
+        self.assertFalse(self.attach(self.scheduler(), last=False))
+        self.assertIsNone(handoff.current().tail)
         self.assertEqual(tails.cap_prefix_match(19, 20), 17)
 
     def test_other_engines_get_nothing(self):
         for mode in ("prefill", "decode", "null"):
-            self.assertIsNone(self.attach(self.scheduler(disaggregation_mode=mode)))
+            scheduler = self.scheduler(disaggregation_mode=mode)
+            self.assertFalse(self.attach(scheduler))
             self.assertEqual(handoff.current(), handoff.Handoff())
+            slots = scheduler.req_to_metadata_buffer_idx_allocator
+            self.assertEqual(slots, "upstream's")
 
     def test_memory_is_checked(self):
-        os.environ.update({CAPTURE: "1", LAYER_IDS: "0,1", TAIL_TOKENS: "4"})
+        self.capture()
         available = SimpleNamespace(available=100)
         with mock.patch("psutil.virtual_memory", lambda: available):
             with self.refuse("--max-running-requests"):
                 self.attach(self.scheduler())
 
-    def decode(self, captured=(0, 2, 4), pool=None, **args):
+    def decode(self, captured=(0, 2, 4), pool=None, warm_up=None, **args):
         scheduler = self.scheduler(**{**DECODE, **args})
         scheduler.spec_algorithm = SpeculativeAlgorithm.DSPARK
         runner = SimpleNamespace(
@@ -272,58 +302,70 @@ class TestAttach(HandoffCase):
         aux = SimpleNamespace(dflash_target_layer_ids=list(captured))
         scheduler.draft_worker = SimpleNamespace(
             draft_model_runner=runner,
-            primary_draft_kv_pool=pool,
+            primary_draft_kv_pool=pool or SimpleNamespace(k_buffer=[]),
             model_runner=SimpleNamespace(spec_aux_config=aux),
         )
-        return scheduler
+        injected = mock.Mock(side_effect=warm_up)
+        module = "sglang.srt.speculative.dspark_components.dspark_handoff_decode."
+        with mock.patch(module + "warm_up", injected):
+            self.assertTrue(self.attach(scheduler))
+        self.injected = injected.call_count
+        return scheduler, handoff.current().draft
 
-    def test_decode_expects_a_tail_when_told(self):
-        """Without the variable a decode keeps upstream's metadata."""
-        self.assertIsNone(self.attach(self.decode()))
-        os.environ[TAIL_TOKENS] = "-1"
-        self.assertEqual(self.attach(self.decode()).spec.tail_tokens, 31)
+    def test_decode_is_ready_for_tails_without_a_variable(self):
+        scheduler, draft = self.decode()
+        self.assertEqual((draft.no_tail, draft.pinned_tokens), (None, None))
+        self.assertEqual(draft.shape.window_need, 31)
+        self.assertIsNone(handoff.current().tail)
+        slots = scheduler.req_to_metadata_buffer_idx_allocator
+        self.assertIs(slots, handoff.current().slots)
+        self.assertEqual(slots.size, 4)
+        self.assertEqual(self.injected, 1)
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
 
-    def test_decode_knows_whether_its_drafts_slots_are_shared_or_plain(self):
-        """With and without a tail."""
-        cases = (
-            ({}, False, True),
-            ({"disaggregation_decode_enable_radix_cache": True}, True, True),
-            ({"dcp_size": 2}, False, False),
-            ({"enable_hisparse": True}, False, False),
-        )
-        for args, shares, plain in cases:
+    def test_decode_may_pin_the_length(self):
+        os.environ[TAIL_TOKENS] = "-1"
+        self.assertEqual(self.decode()[1].pinned_tokens, 31)
+
+    def test_decode_says_why_it_takes_no_tail(self):
+        """And serves native prefills all the same; unless it was told to want tails."""
+        for args, reason in (
+            ({"dcp_size": 2}, "--dcp-size 2"),
+            ({"enable_hisparse": True}, "--enable-hisparse"),
+            ({"captured": (1, 3, 5)}, r"\(0, 2, 4\).*maps them to \(1, 3, 5\)"),
+            ({"warm_up": RuntimeError("no kernel")}, "RuntimeError: no kernel"),
+        ):
             with self.subTest(args):
-                self.attach(self.decode(**args))
-                draft = handoff.current().draft
-                self.assertEqual(draft.window_need, 31)
-                self.assertEqual(
-                    (draft.shares_slots, draft.plain_slots), (shares, plain)
-                )
+                os.environ.pop(TAIL_TOKENS, None)
+                self.assertRegex(self.decode(**args)[1].no_tail, reason)
+                os.environ[TAIL_TOKENS] = "-1"
+                with self.refuse(f"{TAIL_TOKENS} is set on a decode.*{reason}"):
+                    self.decode(**args)
+
+    def test_decode_says_which_tails_must_cover_its_draft(self):
+        radix = {"disaggregation_decode_enable_radix_cache": True}
+        masked = SimpleNamespace(set_swa_valid_from=None)
+        vectorized = SimpleNamespace(k_buffer=[], kv_cache_layout="vectorized_5d")
+        for args, reason in (
+            ({}, None),
+            (radix, "radix-cache"),
+            ({"pool": masked, **radix}, None),
+            ({"pool": vectorized}, "keeps no entry per token slot"),
+        ):
+            with self.subTest(args):
+                found = self.decode(**args)[1].must_cover
+                self.assertRegex(found or "", reason or "^$")
 
     def test_an_engine_that_became_a_decode_looks_after_its_draft(self):
         """A switch of roles leaves the arguments as they were at the start."""
-        scheduler = self.decode(disaggregation_mode="prefill")
-        self.attach(scheduler)
-        self.assertIsNone(handoff.current().draft)
-        scheduler.disaggregation_mode = DisaggregationMode.DECODE
-        self.attach(scheduler)
-        self.assertEqual(handoff.current().draft.window_need, 31)
-
-    def test_partial_tail_needs_a_pool_that_can_be_cleared(self):
-        """Else the first request would raise in the scheduler's loop."""
-        os.environ.update({TAIL_TOKENS: "4", ALLOW_PARTIAL_CONTEXT: "1"})
-        with self.refuse("keeps no entry per token slot"):
-            self.attach(self.decode())
-        dense = SimpleNamespace(k_buffer=[], v_buffer=[])
-        masked = SimpleNamespace(set_swa_valid_from=None)
-        for pool in (dense, masked):
-            self.assertIsNotNone(self.attach(self.decode(pool=pool)))
-
-    def test_remapped_layers_are_refused(self):
-        os.environ[TAIL_TOKENS] = "-1"
-        with self.refuse(r"\(0, 2, 4\).*maps them to \(1, 3, 5\)"):
-            self.attach(self.decode(captured=(1, 3, 5)))
+        scheduler, _ = self.decode()
+        scheduler.server_args.disaggregation_mode = "prefill"
+        scheduler.server_args.enable_pd_role_switch = True
+        handoff.deactivate()
+        self.assertTrue(self.attach(scheduler))
+        draft = handoff.current().draft
+        self.assertEqual(draft.shape.window_need, 31)
+        self.assertIn("--enable-pd-role-switch", draft.no_tail)
 
 
 if __name__ == "__main__":

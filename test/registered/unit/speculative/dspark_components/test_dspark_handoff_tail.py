@@ -1,14 +1,14 @@
-"""The tail of hidden states as metadata: what prefill writes, sends and decode finds.
+"""The tail of hidden states: what prefill writes, sends and decode finds.
 
-Two sets of metadata buffers stand for the two engines, and a memmove over their
-registered addresses stands for the transfer, so strides, order and lengths are those
-of the real send.
+Two buffers stand for the two engines, and a memmove over their addresses stands for
+the transfer, so strides, order and lengths are those of the real send.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import threading
 import unittest
@@ -17,22 +17,26 @@ from unittest import mock
 
 import torch
 
+from sglang.srt.disaggregation.agreement.decode_side import PrefillPeer
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import admission
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
+    HandoffConfigError,
     TailSpec,
     activate,
     current,
     deactivate,
 )
+from sglang.srt.speculative.dspark_components.dspark_handoff_decode import Draft
 from sglang.srt.speculative.dspark_components.handoff_refusals import HEADER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -43,35 +47,34 @@ HIDDEN, LAYERS, SLOTS = 4, (0, 1, 2), 4
 WIDTH = HIDDEN * len(LAYERS)
 
 
-def make_spec(tail_tokens=8, layer_ids=LAYERS) -> TailSpec:
+def make_spec(tail_tokens=8, layer_ids=LAYERS, need=None) -> TailSpec:
     return TailSpec(
         layer_ids=layer_ids,
         hidden_size=HIDDEN,
         dtype=torch.float32,
         tail_tokens=tail_tokens,
-        window_need=tail_tokens,
+        window_need=tail_tokens if need is None else need,
     )
 
 
-def make_buffers(spec=None, **options) -> MetadataBuffers:
-    buffers = MetadataBuffers(
-        SLOTS,
-        hidden_size=16,
-        hidden_states_dtype=torch.float32,
-        max_sampling_mask_tokens=8,
-        **options,
+def make_buffers() -> MetadataBuffers:
+    return tails.TailMetadataBuffers.of(
+        MetadataBuffers(
+            SLOTS,
+            hidden_size=16,
+            hidden_states_dtype=torch.float32,
+            max_sampling_mask_tokens=8,
+        )
     )
-    if spec is None:
-        return buffers
-    return tails.TailMetadataBuffers.of(buffers, tails.TailBuffer(spec, SLOTS))
 
 
-def make_req(prompt_tokens, slot=0, rid="a", room=77):
+def make_req(prompt_tokens, row=0, rid="a", room=77, slot=1):
     return SimpleNamespace(
         rid=rid,
         origin_input_ids=list(range(prompt_tokens)),
         metadata_buffer_index=slot,
         bootstrap_room=room,
+        kv=SimpleNamespace(req_pool_idx=row, holds_kv=True),
     )
 
 
@@ -89,8 +92,9 @@ def states_of(position, tokens, salt=0):
     return (positions * 100 + salt)[:, None] + torch.arange(WIDTH)
 
 
-def manager_of(buffers, cls=SimpleNamespace):
-    pointers, lengths, item_lengths = buffers.get_buf_infos()
+def manager_of(cls=SimpleNamespace):
+    """A KV manager with upstream's buffers; the tail's memory is not one of them."""
+    pointers, lengths, item_lengths = make_buffers().get_buf_infos()
     manager = object.__new__(cls) if cls is not SimpleNamespace else cls()
     manager.kv_args = SimpleNamespace(
         aux_data_ptrs=pointers, aux_data_lens=lengths, aux_item_lens=item_lengths
@@ -98,47 +102,165 @@ def manager_of(buffers, cls=SimpleNamespace):
     return manager
 
 
+def states_in(tail, row):
+    header = tail.header(row)
+    return header, tail.hidden_states[row, : header.count]
+
+
+class Agent:
+    """NIXL's agent: what was registered, and what a transfer is made of."""
+
+    def __init__(self):
+        self.registered = []
+
+    def register_memory(self, regions, kind):
+        self.registered += [(*region[:2], kind) for region in regions]
+
+    def get_xfer_descs(self, blocks, _kind):
+        return blocks
+
+    def initialize_xfer(self, _verb, sources, targets, _peer):
+        return sources, targets
+
+
 class TailCase(CustomTestCase):
     def setUp(self):
         self.addCleanup(deactivate)
         deactivate()
 
-    def prefill(self, spec=None, **options):
+    def prefill(self, spec=None):
         spec = spec or make_spec()
-        buffers = make_buffers(spec, **options)
-        activate(tail=buffers.tail, cap_tokens=spec.tail_tokens)
-        return buffers
+        tail = tails.TailBuffer(spec, SLOTS)
+        activate(spec=spec, tail=tail)
+        return tail
 
-    def registration(self, buffers, peer="d"):
-        """What a decode with these buffers sends first."""
+    def registration(self, tail, peer="d"):
+        """What a decode with these rows sends first; ``None`` for one without."""
         frames = [b"None", b"127.0.0.1", b"1", peer.encode()] + [b""] * 20
-        here = current()
-        activate(tail=tails.tail_of(buffers), cap_tokens=0)
-        tails.append_tail_frame(manager_of(buffers), frames)
-        activate(tail=here.tail, cap_tokens=here.cap_tokens)
+        if tail is None:
+            return frames
+        tails.announce_room(tail, frames)
         return frames
 
-    def announce(self, peer, buffers):
+    def announce(self, peer, tail):
         """Register a decode with prefill."""
-        return tails.read_layout(None, self.registration(buffers, peer))
+        return tails.read_layout(SimpleNamespace(), self.registration(tail, peer))
 
 
-class TestMetadataBuffers(TailCase):
-    def test_tail_is_last(self):
-        """Peers pair buffers by position: all others must keep theirs."""
-        for checksum in (False, True):
-            with self.subTest(checksum=checksum):
-                plain = make_buffers(kv_checksum_enabled=checksum)
-                spec = make_spec()
-                mine = make_buffers(spec, kv_checksum_enabled=checksum)
-                _, plain_lengths, plain_items = plain.get_buf_infos()
-                pointers, lengths, items = mine.get_buf_infos()
-                self.assertEqual(lengths[:-1], plain_lengths)
-                self.assertEqual(items[:-1], plain_items)
-                self.assertEqual(items[-1], spec.slot_bytes)
-                self.assertEqual(pointers[-1], mine.tail.storage.data_ptr())
+def receiver_of(mode, tail_tokens=8):
+    """A receiver for a prefill that describes itself like that."""
+    described = {"mode": mode, "dspark": {"tail_tokens": tail_tokens}}
+    manager = SimpleNamespace(
+        prefill_peers={"p:1": PrefillPeer(description=described if mode else None)}
+    )
+    return SimpleNamespace(kv_mgr=manager, bootstrap_addr="p:1")
 
-    def test_slot_holds_header_and_hidden_states(self):
+
+class TestMemory(TailCase):
+    """How much host memory a tail takes, and what happens when there is no more."""
+
+    # target: layers of the draft, hidden size, tokens; default requests of a dense prefill
+    SHAPES = {
+        "Qwen3-8B": (5, 4096, 127, 4096),
+        "Llama-3-70B": (5, 8192, 127, 2048),
+        "DeepSeek-V4-Flash": (3, 4096, 128, 256),
+    }
+
+    def spec_of(self, name):
+        layers, hidden, tokens, _ = self.SHAPES[name]
+        return TailSpec(
+            layer_ids=tuple(range(layers)),
+            hidden_size=hidden,
+            dtype=torch.bfloat16,
+            tail_tokens=tokens,
+            window_need=tokens,
+        )
+
+    def test_default_flags_stay_within_half_a_gigabyte(self):
+        """Before, two slots for each request were pinned, rounded to a power of two."""
+        before, now = {}, {}
+        for name, (*_, requests) in self.SHAPES.items():
+            spec = self.spec_of(name)
+            activate(spec=spec)
+            rows = tails.bound_requests(requests) + 1
+            now[name] = round(rows * spec.slot_bytes / (1 << 20))
+            asked = 2 * requests * spec.slot_bytes
+            before[name] = (1 << (asked - 1).bit_length()) >> 20
+        self.assertEqual(
+            now, {"Qwen3-8B": 511, "Llama-3-70B": 506, "DeepSeek-V4-Flash": 510}
+        )
+        self.assertEqual(
+            before,
+            {"Qwen3-8B": 65536, "Llama-3-70B": 65536, "DeepSeek-V4-Flash": 2048},
+        )
+
+    def test_the_scheduler_runs_no_more_requests_than_rows(self):
+        """4,096 slots are 2,048 requests, and there are rows for 102 of them."""
+        model = SimpleNamespace(
+            model_config=SimpleNamespace(context_len=4096),
+            mambaish_config=None,
+            attn_dp_size=1,
+        )
+        resolve = functools.partial(KVCacheConfigurator.resolve_max_num_reqs, model)
+        schedule = SimpleNamespace(max_running_requests=2048)
+        module = "sglang.srt.mem_cache.kv_cache_configurator.get_schedule"
+        with mock.patch(module, lambda: schedule):
+            self.assertEqual(resolve(1 << 20), 2048)
+            activate(spec=self.spec_of("Qwen3-8B"))
+            self.assertEqual(resolve(1 << 20), 102)
+            schedule.max_running_requests = 16
+            self.assertEqual(resolve(1 << 20), 16)
+
+    def allocate(self, rows, available, **parallel):
+        defaults = dict(tp_size=1, pp_size=1, nnodes=1)
+        memory = SimpleNamespace(available=available)
+        with (
+            mock.patch(
+                "sglang.srt.runtime_context.get_parallel",
+                lambda: SimpleNamespace(**{**defaults, **parallel}),
+            ),
+            mock.patch("psutil.virtual_memory", lambda: memory),
+        ):
+            return tails.TailBuffer.allocate(make_spec(), rows)
+
+    def test_all_ranks_of_a_host_count(self):
+        spec, rows = make_spec(), 4
+        wanted = rows * spec.slot_bytes
+        cases = (
+            (1, {}),
+            (4, {"tp_size": 4}),
+            # Of a pipeline one stage has rows.
+            (4, {"tp_size": 4, "pp_size": 2}),
+            (2, {"tp_size": 4, "nnodes": 2}),
+            (4, {"tp_size": 4, "pp_size": 2, "nnodes": 2}),
+        )
+        for ranks, parallel in cases:
+            with self.subTest(parallel):
+                with self.assertLogs(tails.logger, "INFO") as logs:
+                    self.allocate(rows, 2 * ranks * wanted, **parallel)
+                self.assertIn("for this rank, and 0 MiB for all ranks", logs.output[0])
+                with self.assertRaisesRegex(HandoffConfigError, "--max-running"):
+                    self.allocate(rows, 2 * ranks * wanted - 2, **parallel)
+
+    def test_pages_are_locked_as_they_are_where_there_is_cuda(self):
+        """Pinned memory of torch's allocator would be rounded up to a power of two."""
+        asked = []
+        cudart = SimpleNamespace(
+            cudaHostRegister=lambda *region: asked.append(region) or self.error
+        )
+        with (
+            mock.patch("torch.cuda.is_available", lambda: True),
+            mock.patch("torch.cuda.cudart", lambda: cudart),
+        ):
+            self.error = 0
+            tail = tails.TailBuffer(make_spec(), 3)
+            region = (tail.storage.data_ptr(), 3 * make_spec().slot_bytes, 0)
+            self.assertEqual(asked, [region])
+            self.error = 2
+            with self.assertRaisesRegex(HandoffConfigError, "ulimit -l"):
+                tails.TailBuffer(make_spec(), 3)
+
+    def test_a_row_has_a_header_and_hidden_states(self):
         spec = make_spec(tail_tokens=5)
         self.assertEqual(spec.slot_bytes, HEADER_BYTES + 5 * WIDTH * 4)
         tail = tails.TailBuffer(spec, SLOTS)
@@ -146,18 +268,106 @@ class TestMetadataBuffers(TailCase):
         tail.hidden_states[1, 0, 0] = 3.0
         self.assertEqual(tail.header(1), None)
 
-    def test_clear_slot_clears_header(self):
-        """The next owner of a slot must not inherit a header."""
-        buffers = self.prefill()
+    def test_decode_makes_room_when_it_first_meets_a_tail(self):
+        """For what its draft reads, and for what prefill sends if that is more."""
+        for tokens, room in ((8, 8), (3, 8), (20, 20)):
+            with self.subTest(tokens=tokens):
+                deactivate()
+                activate(draft=Draft(None, make_spec(0, need=8)))
+                activate(slots=tails.TailSlots(SLOTS))
+                receiver = receiver_of("tail", tokens)
+                receiver.kv_mgr.agent = Agent()
+                with self.one_rank():
+                    tail = tails.make_room(receiver)
+                    self.assertIs(tails.make_room(receiver), tail)
+                self.assertIs(current().tail, tail)
+                shape = (SLOTS, room, WIDTH)
+                self.assertEqual(tuple(tail.hidden_states.shape), shape)
+                region = (tail.storage.data_ptr(), tail.storage.nbytes, "DRAM")
+                self.assertEqual(receiver.kv_mgr.agent.registered, [region])
+
+    def one_rank(self):
+        parallel = SimpleNamespace(tp_size=1, pp_size=1, nnodes=1)
+        return mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+
+    def test_decode_makes_no_room_for_other_prefills(self):
+        activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
+        for mode in ("native", "none", None):
+            self.assertIsNone(tails.make_room(receiver_of(mode)))
+            self.assertIsNone(current().tail)
+
+    def test_decode_without_memory_lets_prefill_refuse(self):
+        activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
+        nothing = SimpleNamespace(available=0)
+        message = [b"x"]
+        with (
+            self.one_rank(),
+            mock.patch("psutil.virtual_memory", lambda: nothing),
+            self.assertLogs(tails.logger, "ERROR") as logs,
+        ):
+            tails.announce_room(tails.make_room(receiver_of("tail")), message)
+        self.assertEqual(message, [b"x"])
+        self.assertIn("cannot make room", logs.output[0])
+
+    def test_mooncake_registers_with_its_engine(self):
+        tail = tails.TailBuffer(make_spec(), SLOTS)
+        engine = mock.Mock()
+        tail.register(SimpleNamespace(engine=engine))
+        engine.batch_register.assert_called_once_with(
+            [tail.storage.data_ptr()], [tail.storage.nbytes]
+        )
+
+
+class TestSlots(CustomTestCase):
+    """A metadata slot of decode is taken until its tail was read."""
+
+    def setUp(self):
+        self.slots = tails.TailSlots(2)
+        self.slot, self.req = self.slots.alloc(), make_req(3)
+        self.slots.hold(self.slot, self.req)
+        self.slots.free(self.slot)
+
+    def test_a_held_slot_is_not_given_to_another_request(self):
+        self.assertEqual(self.slots.available_size(), 1)
+        self.assertEqual(self.slots.alloc(), 1)
+        self.slots.give_back([self.slot], None)
+        self.assertEqual(self.slots.alloc(), self.slot)
+
+    def test_the_next_owner_waits_for_the_copy(self):
+        copied = mock.Mock()
+        self.slots.give_back([self.slot], copied)
+        self.slots.alloc()
+        copied.synchronize.assert_not_called()
+        self.assertEqual(self.slots.alloc(), self.slot)
+        copied.synchronize.assert_called_once()
+
+    def test_a_request_that_is_gone_holds_nothing(self):
+        """Aborted between its transfer and its first batch."""
+        self.req.kv.holds_kv = False
+        self.assertEqual(self.slots.available_size(), 2)
+        self.slots.give_back([self.slot], None)
+        self.assertEqual(self.slots.available_size(), 2)
+
+    def test_other_slots_are_freed_as_before(self):
+        self.slots.free(self.slots.alloc())
+        self.assertEqual(self.slots.available_size(), 1)
+
+
+class TestMetadataBuffers(TailCase):
+    def test_clear_slot_clears_the_header(self):
+        """The next owner of decode's slot must not inherit one."""
+        tail = self.prefill()
         req = make_req(3)
-        buffers.tail.take(make_batch((req, 0, 3)), states_of(0, 3))
-        buffers.tail.finish(req)
-        self.assertEqual(buffers.tail.header(0).count, 3)
-        buffers.clear_slot(0)
-        self.assertIsNone(buffers.tail.header(0))
+        tail.take(make_batch((req, 0, 3)), states_of(0, 3))
+        tail.finish(req)
+        self.assertEqual(tail.header(0).count, 3)
+        make_buffers().clear_slot(0)
+        self.assertIsNone(tail.header(0))
+        deactivate()
+        make_buffers().clear_slot(0)
 
     def test_scheduler_gets_its_tail(self):
-        """Both roles have it before anything is registered with the transfer."""
+        """Both roles have it before their queues take buffers and slots over."""
         source = inspect.getsource(inspect.unwrap(Scheduler.init_disaggregation))
         place = 0
         for queue in ("DecodeTransferQueue(", "PrefillBootstrapQueue("):
@@ -167,29 +377,30 @@ class TestMetadataBuffers(TailCase):
             self.assertLess(attached, place)
             self.assertNotIn("disagg_metadata_buffers.", source[built:attached])
 
-    def test_everything_else_is_upstreams(self):
-        """Slots are written and read through the methods that upstream has."""
-        plain = make_buffers()
-        mine = tails.TailMetadataBuffers.of(plain, tails.TailBuffer(make_spec(), SLOTS))
+    def test_peers_see_upstreams_buffers(self):
+        """They are paired by position; the tail's memory is announced apart."""
+        plain = MetadataBuffers(
+            SLOTS,
+            hidden_size=16,
+            hidden_states_dtype=torch.float32,
+            max_sampling_mask_tokens=8,
+        )
+        mine = tails.TailMetadataBuffers.of(plain)
         self.assertIsInstance(mine, MetadataBuffers)
+        self.assertEqual(mine.get_buf_infos(), plain.get_buf_infos())
         plain.output_ids[2, 0] = 7
         self.assertEqual(int(mine.get_buf(2)[0][0]), 7)
-        self.assertIsNone(tails.tail_of(plain))
 
 
 class TestPrefillSide(TailCase):
-    def read(self, buffers, slot):
-        header = buffers.tail.header(slot)
-        return header, buffers.tail.read(slot, header)
-
-    def run_chunks(self, buffers, prompt, chunks, begin=0):
+    def run_chunks(self, tail, prompt, chunks, begin=0):
         req = make_req(prompt)
         for extent in chunks:
             hidden = states_of(begin, extent)
-            buffers.tail.take(make_batch((req, begin, extent)), hidden)
+            tail.take(make_batch((req, begin, extent)), hidden)
             begin += extent
-        buffers.tail.finish(req)
-        return self.read(buffers, 0)
+        tail.finish(req)
+        return states_in(tail, 0)
 
     def test_tail_of_every_chunking(self):
         """The tail may straddle chunks, and a prompt may be shorter than it."""
@@ -205,8 +416,8 @@ class TestPrefillSide(TailCase):
         }
         for name, (prompt, chunks) in cases.items():
             with self.subTest(name):
-                buffers = self.prefill()
-                header, states = self.run_chunks(buffers, prompt, chunks)
+                tail = self.prefill()
+                header, states = self.run_chunks(tail, prompt, chunks)
                 count = min(prompt, 8)
                 self.assertEqual((header.start, header.count), (prompt - count, count))
                 self.assertEqual(header.prompt_tokens, prompt)
@@ -214,8 +425,8 @@ class TestPrefillSide(TailCase):
                 torch.testing.assert_close(states, states_of(prompt - count, count))
 
     def test_cached_prefix_before_the_tail(self):
-        buffers = self.prefill()
-        header, states = self.run_chunks(buffers, 20, [8], begin=12)
+        tail = self.prefill()
+        header, states = self.run_chunks(tail, 20, [8], begin=12)
         self.assertEqual(header.count, 8)
         torch.testing.assert_close(states, states_of(12, 8))
 
@@ -223,87 +434,78 @@ class TestPrefillSide(TailCase):
         """Hidden states not computed for this request must never be announced."""
         for begin, chunks in ((14, [6]), (0, [13])):
             with self.subTest(begin=begin):
-                buffers = self.prefill()
+                tail = self.prefill()
                 with self.assertLogs(tails.logger, "ERROR"):
-                    header, states = self.run_chunks(buffers, 20, chunks, begin)
+                    header, states = self.run_chunks(tail, 20, chunks, begin)
                 self.assertEqual((header.start, header.count), (20, 0))
                 self.assertEqual(states.shape[0], 0)
-                self.assertEqual(buffers.tail.num_incomplete, 1)
+                self.assertEqual(tail.num_incomplete, 1)
 
-    def test_slot_of_an_aborted_request_is_reused(self):
+    def test_row_of_an_aborted_request_is_reused(self):
         """The next owner is shorter: what lies behind its own belongs to the other."""
-        buffers = self.prefill()
+        tail = self.prefill()
         gone = make_req(20, rid="gone")
-        buffers.tail.take(make_batch((gone, 0, 16)), states_of(0, 16, salt=7))
+        tail.take(make_batch((gone, 0, 16)), states_of(0, 16, salt=7))
         kept = make_req(3, rid="kept", room=78)
-        buffers.tail.take(make_batch((kept, 0, 3)), states_of(0, 3))
-        buffers.tail.finish(kept)
-        header, states = self.read(buffers, 0)
+        tail.take(make_batch((kept, 0, 3)), states_of(0, 3))
+        tail.finish(kept)
+        header, states = states_in(tail, 0)
         self.assertEqual((header.count, header.room), (3, 78))
         torch.testing.assert_close(states, states_of(0, 3))
 
     def test_retry_recomputes_its_tail(self):
         """A retry with its first run in the prefix cache takes the tail again."""
-        buffers = self.prefill()
+        tail = self.prefill()
         req = make_req(20)
-        buffers.tail.take(make_batch((req, 0, 20)), states_of(0, 20, salt=5))
-        buffers.tail.take(make_batch((req, 12, 8)), states_of(12, 8))
-        buffers.tail.finish(req)
-        torch.testing.assert_close(self.read(buffers, 0)[1], states_of(12, 8))
+        tail.take(make_batch((req, 0, 20)), states_of(0, 20, salt=5))
+        tail.take(make_batch((req, 12, 8)), states_of(12, 8))
+        tail.finish(req)
+        torch.testing.assert_close(states_in(tail, 0)[1], states_of(12, 8))
 
     def test_batch_of_mixed_requests(self):
-        buffers = self.prefill()
-        long, short = make_req(20, slot=1, rid="l"), make_req(3, slot=2, rid="s")
-        other = make_req(30, slot=-1, rid="no slot")
+        tail = self.prefill()
+        long, short = make_req(20, row=1, rid="l"), make_req(3, row=2, rid="s")
         hidden = torch.cat(
-            [
-                states_of(10, 10, 1),
-                states_of(0, 30, 2),
-                states_of(0, 3, 3),
-                states_of(0, 5, 9),
-            ]
+            [states_of(10, 10, 1), states_of(0, 3, 3), states_of(0, 5, 9)]
         )
-        batch = make_batch((long, 10, 10), (other, 0, 30), (short, 0, 3))
-        buffers.tail.take(batch, hidden)
+        tail.take(make_batch((long, 10, 10), (short, 0, 3)), hidden)
         for req, salt in ((long, 1), (short, 3)):
-            buffers.tail.finish(req)
-            header, states = self.read(buffers, req.metadata_buffer_index)
+            tail.finish(req)
+            header, states = states_in(tail, req.kv.req_pool_idx)
             expected = states_of(header.start, header.count, salt)
             torch.testing.assert_close(states, expected)
 
     def test_dropped_layer_is_refused(self):
-        buffers = self.prefill()
+        tail = self.prefill()
         with self.assertRaisesRegex(RuntimeError, r"expected at least 3 tokens of 12"):
-            buffers.tail.take(
-                make_batch((make_req(3), 0, 3)), torch.zeros(3, WIDTH - HIDDEN)
-            )
+            tail.take(make_batch((make_req(3), 0, 3)), torch.zeros(3, WIDTH - HIDDEN))
 
     def test_room_keeps_64_bits(self):
-        buffers = self.prefill()
+        tail = self.prefill()
         req = make_req(2, room=(1 << 64) - 5)
-        buffers.tail.take(make_batch((req, 0, 2)), states_of(0, 2))
-        buffers.tail.finish(req)
-        header = buffers.tail.header(0)
+        tail.take(make_batch((req, 0, 2)), states_of(0, 2))
+        tail.finish(req)
+        header = tail.header(0)
         self.assertTrue(tails.same_room(header, (1 << 64) - 5))
         self.assertFalse(tails.same_room(header, 77))
 
     def test_set_buf_writes_header(self):
         """Every backend and every retry writes its metadata through this method."""
-        buffers = self.prefill()
+        tail = self.prefill()
         req = make_req(3)
-        buffers.tail.take(make_batch((req, 0, 3)), states_of(0, 3))
+        tail.take(make_batch((req, 0, 3)), states_of(0, 3))
         for field in ("cached_tokens", "cached_tokens_device", "cached_tokens_host"):
             setattr(req, field, 0)
         req.cached_tokens_storage, req.output_ids = 0, [5]
         req.get_mm_token_counts = lambda: (0, 0, 0)
         req.return_logprob = req.return_sampling_mask = False
         req.hidden_states_tensor = None
-        buffers.set_buf(req)
-        self.assertEqual(buffers.tail.header(0).count, 3)
+        make_buffers().set_buf(req)
+        self.assertEqual(tail.header(0).count, 3)
 
     def test_worker_takes_hidden_states(self):
         """The forward's hidden states end here: none travels on with the result."""
-        buffers = self.prefill()
+        tail = self.prefill()
         req = make_req(3)
         output = SimpleNamespace(
             hidden_states=states_of(0, 3), hidden_states_token_indices=None
@@ -332,31 +534,30 @@ class TestPrefillSide(TailCase):
         ):
             worker.forward_batch_generation(batch, is_verify=True)
         self.assertIsNone(output.hidden_states)
-        buffers.tail.finish(req)
-        torch.testing.assert_close(self.read(buffers, 0)[1], states_of(0, 3))
+        tail.finish(req)
+        torch.testing.assert_close(states_in(tail, 0)[1], states_of(0, 3))
 
     def test_ranks_of_dp_attention(self):
         """An idle rank runs dummy tokens for nobody; padding follows real tokens."""
-        buffers = self.prefill()
+        tail = self.prefill()
         idle = SimpleNamespace(reqs=[], prefix_lens=None, extend_lens=None)
         for dummy_tokens in (0, 5):
             output = SimpleNamespace(hidden_states=states_of(0, dummy_tokens))
             tails.take_hidden_states(idle, output)
             self.assertIsNone(output.hidden_states)
-        self.assertEqual(buffers.tail.storage.count_nonzero(), 0)
+        self.assertEqual(tail.storage.count_nonzero(), 0)
         req = make_req(3)
         padded = torch.cat([states_of(0, 3), states_of(90, 5)])
         output = SimpleNamespace(hidden_states=padded)
         tails.take_hidden_states(make_batch((req, 0, 3)), output)
-        buffers.tail.finish(req)
-        torch.testing.assert_close(self.read(buffers, 0)[1], states_of(0, 3))
+        tail.finish(req)
+        torch.testing.assert_close(states_in(tail, 0)[1], states_of(0, 3))
 
     def test_other_engines_keep_their_hidden_states(self):
         output = SimpleNamespace(hidden_states=states_of(0, 3))
         tails.take_hidden_states(make_batch((make_req(3), 0, 3)), output)
         self.assertIsNotNone(output.hidden_states)
-        decode = make_buffers(make_spec())
-        activate(tail=decode.tail)
+        activate(tail=tails.TailBuffer(make_spec(), SLOTS))
         tails.take_hidden_states(make_batch((make_req(3), 0, 3)), output)
         self.assertIsNotNone(output.hidden_states)
 
@@ -373,63 +574,55 @@ class TestPrefillSide(TailCase):
 
     def test_stage_without_a_tail_caps_alike(self):
         """All pipeline stages must agree on what is computed."""
-        activate(cap_tokens=8)
+        activate(spec=make_spec(tail_tokens=8))
         self.assertEqual(tails.cap_prefix_match(19, 20), 12)
 
     def test_decode_is_not_capped(self):
-        activate(tail=make_buffers(make_spec()).tail)
+        activate(tail=tails.TailBuffer(make_spec(), SLOTS))
         self.assertEqual(tails.cap_prefix_match(19, 20), 19)
-
-
-class FakeAgent:
-    def get_xfer_descs(self, blocks, _kind):
-        return blocks
-
-    def initialize_xfer(self, _verb, sources, targets, _peer):
-        return sources, targets
 
 
 class TestWire(TailCase):
     """One finished request of ``prompt`` tokens is sent from slot 1 to slot 2."""
 
     def finished(self, prompt, spec=None):
-        buffers = self.prefill(spec)
-        req = make_req(prompt, slot=1)
-        buffers.tail.take(make_batch((req, 0, prompt)), states_of(0, prompt))
-        buffers.tail.finish(req)
-        return buffers
+        tail = self.prefill(spec)
+        req = make_req(prompt, row=3, slot=1)
+        tail.take(make_batch((req, 0, prompt)), states_of(0, prompt))
+        tail.finish(req)
+        return tail
 
-    def nixl_blocks(self, buffers, peer_buffers, peer="d"):
-        manager = manager_of(buffers, NixlKVManager)
-        manager.agent = FakeAgent()
+    def nixl_blocks(self, peer="d"):
+        manager = manager_of(NixlKVManager)
+        manager.agent = Agent()
         manager._post_xfer = lambda *_: None
-        pointers = peer_buffers.get_buf_infos()[0]
+        pointers = make_buffers().get_buf_infos()[0]
         sources, targets = manager.send_aux(peer, 1, pointers, 2)
         return [(s[0], t[0], s[1]) for s, t in zip(sources, targets, strict=True)]
 
-    def mooncake_blocks(self, buffers, peer_buffers, peer="d"):
-        manager = manager_of(buffers, MooncakeKVManager)
+    def mooncake_blocks(self, peer="d"):
+        manager = manager_of(MooncakeKVManager)
         manager.enable_custom_mem_pool = False
         manager._transfer_data = lambda _session, blocks: blocks
         req = SimpleNamespace(mooncake_session_id=peer, dst_aux_index=2)
-        return manager.send_aux(req, 1, peer_buffers.get_buf_infos()[0])
+        return manager.send_aux(req, 1, make_buffers().get_buf_infos()[0])
 
     def check_existing_part(self, blocks_of):
-        for prompt in (3, 8, 20):
-            with self.subTest(prompt=prompt):
-                sender, receiver = self.finished(prompt), make_buffers(make_spec())
+        for prompt, room in ((3, 8), (8, 8), (20, 8), (20, 11)):
+            with self.subTest(prompt=prompt, room=room):
+                self.finished(prompt)
+                receiver = tails.TailBuffer(make_spec(tail_tokens=room), SLOTS)
                 self.announce("d", receiver)
-                blocks = blocks_of(sender, receiver)
+                *others, block = blocks_of()
                 count = min(prompt, 8)
-                self.assertEqual(blocks[-1][2], HEADER_BYTES + count * WIDTH * 4)
-                self.assertEqual(len(blocks), len(sender.get_buf_infos()[0]))
-                move(blocks)
-                header = receiver.tail.header(2)
+                self.assertEqual(block[2], HEADER_BYTES + count * WIDTH * 4)
+                self.assertEqual(len(others), len(make_buffers().get_buf_infos()[0]))
+                move([block])
+                header, states = states_in(receiver, 2)
                 self.assertEqual(header.count, count)
-                states = receiver.tail.read(2, header)
                 torch.testing.assert_close(states, states_of(prompt - count, count))
                 for slot in (0, 1, 3):
-                    self.assertIsNone(receiver.tail.header(slot))
+                    self.assertIsNone(receiver.header(slot))
 
     def test_nixl_sends_the_existing_part(self):
         self.check_existing_part(self.nixl_blocks)
@@ -437,101 +630,96 @@ class TestWire(TailCase):
     def test_mooncake_sends_the_existing_part(self):
         self.check_existing_part(self.mooncake_blocks)
 
-    def test_other_layouts_are_never_written(self):
-        """Another tail length or other layers: an error with both values, no write."""
+    def test_what_does_not_fit_is_never_written(self):
+        """Too little room or other layers: an error with both values, no write."""
         others = {
-            "tail length": make_spec(tail_tokens=9),
+            "tail length": make_spec(tail_tokens=7),
             "layers": make_spec(layer_ids=(0, 1, 3)),
         }
         for name, other in others.items():
-            message = f"sends .*{make_spec().slot_bytes}.*expects .*{other.slot_bytes}"
+            own = make_spec()
+            message = (
+                f"sends {own.slot_bytes} .*{own.fingerprint:x}.*"
+                f"expects at most {other.slot_bytes} .*{other.fingerprint:x}"
+            )
             with self.subTest(name, backend="nixl"):
-                sender, receiver = self.finished(20), make_buffers(other)
-                self.announce("d", receiver)
+                self.finished(20)
+                self.announce("d", tails.TailBuffer(other, SLOTS))
                 with self.assertRaisesRegex(RuntimeError, message):
-                    self.nixl_blocks(sender, receiver)
+                    self.nixl_blocks()
             with self.subTest(name, backend="mooncake"):
                 with self.assertLogs(tails.logger, "ERROR") as logs:
-                    self.assertEqual(self.mooncake_blocks(sender, receiver), -1)
+                    self.assertEqual(self.mooncake_blocks(), -1)
                 self.assertRegex(logs.output[0], message)
 
-    def test_mooncake_thread_survives_another_layout(self):
+    def test_nothing_is_written_for_an_unknown_decode(self):
+        self.finished(20)
+        with self.assertRaisesRegex(RuntimeError, "announced no memory"):
+            self.nixl_blocks()
+
+    def test_mooncake_thread_survives_what_does_not_fit(self):
         """A status fails the room; an exception would end the thread for all rooms."""
-        sender, receiver = self.finished(20), make_buffers(make_spec(tail_tokens=9))
-        self.announce("d", receiver)
-        manager = manager_of(sender, MooncakeKVManager)
+        self.finished(20)
+        self.announce("d", tails.TailBuffer(make_spec(tail_tokens=7), SLOTS))
+        manager = manager_of(MooncakeKVManager)
         concluded = []
-        run_one_chunk(manager, receiver.get_buf_infos()[0], concluded)
+        run_one_chunk(manager, make_buffers().get_buf_infos()[0], concluded)
         (outcome,) = concluded
         self.assertEqual(outcome["bootstrap_room"], 77)
         self.assertEqual(outcome["status"], KVPoll.Failed)
         self.assertIn("aux data", outcome["failure_reason"])
 
-    def test_decode_without_a_place_for_a_tail_is_refused(self):
+    def test_decode_without_memory_for_a_tail_is_refused(self):
         """Its draft would start without context; a stage without a tail refuses too."""
         self.finished(20)
-        self.assertIn("announced no place", self.announce("d", make_buffers()))
+        self.assertIn("announced no memory", self.announce("d", None))
         activate(tail=None)
-        self.assertIn("announced no place", self.announce("d", make_buffers()))
+        self.assertIn("announced no memory", self.announce("d", None))
 
     def test_a_prefill_that_does_not_capture_refuses_no_decode(self):
-        """A native prefill serves decodes with and without a tail."""
-        for receiver in (make_buffers(), make_buffers(make_spec())):
+        for receiver in (None, tails.TailBuffer(make_spec(), SLOTS)):
             self.assertIsNone(self.announce("d", receiver))
 
-    def test_buffer_in_another_place_is_never_written(self):
-        """With a checksum on one engine only, the tail's place is another buffer."""
-        sender = self.finished(20)
-        receiver = make_buffers(make_spec(), kv_checksum_enabled=True)
-        self.announce("d", receiver)
-        with self.assertRaisesRegex(RuntimeError, "disagree on the tail"):
-            self.nixl_blocks(sender, receiver)
+    def test_prefill_registers_its_rows_before_the_first_transfer(self):
+        tail = self.finished(20)
+        manager = SimpleNamespace(agent=Agent())
+        for peer in ("d", "e"):
+            frames = self.registration(tails.TailBuffer(make_spec(), SLOTS), peer)
+            self.assertIsNone(tails.read_layout(manager, frames))
+        region = (tail.storage.data_ptr(), tail.storage.nbytes, "DRAM")
+        self.assertEqual(manager.agent.registered, [region])
 
     def test_stage_before_the_last_leaves_the_tail_alone(self):
         """All stages write the same slot; only the last one owns a tail."""
-        receiver = make_buffers(make_spec())
-        stage = make_buffers()
-        activate(cap_tokens=8)
-        self.announce("d", receiver)
+        activate(spec=make_spec())
+        self.announce("d", tails.TailBuffer(make_spec(), SLOTS))
         for blocks_of in (self.nixl_blocks, self.mooncake_blocks):
-            blocks = blocks_of(stage, receiver)
-            self.assertEqual(len(blocks), len(stage.get_buf_infos()[0]))
-            move(blocks)
-            self.assertIsNone(receiver.tail.header(2))
-
-    def test_mismatched_stride_would_hit_another_slot(self):
-        """Why the layout is announced: the sender's stride misses the slot."""
-        sender, receiver = self.finished(20), make_buffers(make_spec(tail_tokens=4))
-        stride = sender.get_buf_infos()[2][-1]
-        target = receiver.get_buf_infos()[0][-1] + 2 * stride
-        own = receiver.tail.storage
-        hit = (target - own.data_ptr()) // own.stride(0)
-        self.assertNotEqual(hit, 2)
+            self.assertEqual(len(blocks_of()), len(make_buffers().get_buf_infos()[0]))
 
     def test_registration_carries_layout(self):
-        receiver = make_buffers(make_spec())
-        activate(tail=receiver.tail)
+        """The memory is registered before the message that names what is registered."""
+        tail = tails.TailBuffer(make_spec(), SLOTS)
+        activate(tail=tail, draft=Draft(None, make_spec()))
         sent = []
         handle = object.__new__(CommonKVReceiver)
         handle.bootstrap_infos = [{"rank_ip": "127.0.0.1"}]
-        handle.kv_mgr = manager_of(receiver)
-        handle.kv_mgr.build_receiver_registration_message = lambda: [b"x"] * 25
+        vars(handle).update(vars(receiver_of("tail")))
+        handle.kv_mgr.agent = Agent()
+
+        def build():
+            self.assertEqual(len(handle.kv_mgr.agent.registered), 1)
+            return [b"x"] * 25
+
+        handle.kv_mgr.build_receiver_registration_message = build
         handle._send_bootstrap_message = lambda *, message, **_: (
             sent.append(message) or True
         )
         self.assertTrue(handle._register_kv_args())
-        self.assertIsNone(tails.read_layout(None, self.addressed(sent[0])))
-        index = len(receiver.get_buf_infos()[0]) - 1
-        layout = (index, make_spec().slot_bytes, make_spec().fingerprint)
+        frames = [b"None", b"127.0.0.1", b"1", b"d", *sent[0][4:]]
+        self.assertIsNone(tails.read_layout(None, frames))
+        spec = make_spec()
+        layout = (tail.storage.data_ptr(), spec.slot_bytes, spec.fingerprint)
         self.assertEqual(current().peers["d"], layout)
-
-    def addressed(self, frames):
-        return [b"None", b"127.0.0.1", b"1", b"d", *frames[4:]]
-
-    def test_default_decode_sends_upstreams_message(self):
-        message = [b"x"] * 25
-        tails.append_tail_frame(manager_of(make_buffers()), message)
-        self.assertEqual(len(message), 25)
 
     def test_admission_has_registrations_read(self):
         """The frame is gone, and the layout known, before upstream sees a registration."""
@@ -542,7 +730,8 @@ class TestWire(TailCase):
         for guard in ([], [GUARD]):
             current().peers.clear()
             handler = admission.PrefillAdmission(SimpleNamespace())
-            frames = [*guard, *self.registration(make_buffers(make_spec()))]
+            receiver = tails.TailBuffer(make_spec(), SLOTS)
+            frames = [*guard, *self.registration(receiver)]
             with mock.patch.object(
                 admission, "registration_readers", [tails.read_layout]
             ):
@@ -551,12 +740,12 @@ class TestWire(TailCase):
                 self.assertEqual(
                     current().peers["d"].slot_bytes, make_spec().slot_bytes
                 )
-                self.assertFalse(handler.admits(self.registration(make_buffers())))
+                self.assertFalse(handler.admits(self.registration(None)))
             self.assertNotIn("d", current().peers)
 
     def test_malformed_frame_is_refused(self):
         for words in (b"1,x", b"1,2", b""):
-            frames = [*self.registration(make_buffers()), tails.FRAME_MAGIC + words]
+            frames = [*self.registration(None), tails.FRAME_MAGIC + words]
             with self.subTest(words):
                 self.assertIn("cannot be read", tails.read_layout(None, frames))
                 self.assertNotIn("d", current().peers)
@@ -564,7 +753,7 @@ class TestWire(TailCase):
     def test_layout_is_found_behind_few_frames(self):
         """A release with fewer frames of its own must not lose the layout."""
         for own in (4, 5, 19, 20, 24):
-            frames = self.registration(make_buffers(make_spec()))
+            frames = self.registration(tails.TailBuffer(make_spec(), SLOTS))
             frames = frames[:own] + frames[-1:]
             current().peers.clear()
             with self.subTest(own=own):
@@ -575,20 +764,10 @@ class TestWire(TailCase):
 
     def test_live_peers_are_not_forgotten(self):
         """However many register after it, a decode keeps its tail."""
+        tail = tails.TailBuffer(make_spec(), SLOTS)
         for number in range(5000):
-            self.announce(f"d{number}", make_buffers(make_spec()))
+            self.announce(f"d{number}", tail)
         self.assertIn("d0", current().peers)
-
-    def test_count_is_explained(self):
-        """A stage without a tail is no misconfiguration; a checksum still is one."""
-        manager = manager_of(make_buffers(), CommonKVManager)
-        self.announce("d", make_buffers(make_spec()))
-        remote = len(make_buffers(make_spec()).get_buf_infos()[0])
-        logger = "sglang.srt.disaggregation.common.conn"
-        with self.assertNoLogs(logger, "ERROR"):
-            manager.check_peer_aux_buffer_count("d", remote)
-        with self.assertLogs(logger, "ERROR"):
-            manager.check_peer_aux_buffer_count("d", remote + 1)
 
 
 class Stop(BaseException):

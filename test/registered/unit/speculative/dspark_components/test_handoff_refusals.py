@@ -142,13 +142,6 @@ REFUSED = [
     ),
     ("TAIL-COVERAGE", "prefill", {}, {rules.TAIL_TOKENS: "30"}, {}),
     ("TAIL-COVERAGE", "decode", {}, {rules.TAIL_TOKENS: "8"}, {}),
-    (
-        "DECODE-RADIX",
-        "decode",
-        {RADIX: True},
-        {rules.TAIL_TOKENS: "8", rules.ALLOW_PARTIAL_CONTEXT: "1"},
-        {},
-    ),
     ("DECODE-RADIX-COLD", "decode", {RADIX: True}, {rules.ALLOW_COLD_DRAFT: "1"}, {}),
     ("TAIL-BACKEND", "prefill", {BACKEND: "mori"}, {}, {}),
     ("TAIL-BACKEND", "decode", {BACKEND: "ascend"}, {}, {}),
@@ -236,6 +229,7 @@ REFUSED = [
         )
         for named in ("4,3", "2,2,4", "8,0", "half")
     ),
+    ("TAIL-RUST-SERVER", "prefill", {}, {rules.RUST_SERVER: "1"}, {}),
     ("TAIL-DCP", "decode", {"dcp_size": 2}, {}, {}),
     ("TAIL-HISPARSE", "decode", {"enable_hisparse": True}, {}, {}),
     ("TAIL-UNIFIED-MEMORY", "decode", {"enable_unified_memory": True}, {}, {}),
@@ -423,10 +417,43 @@ class TestFacts(CustomTestCase):
         facts = prefill_facts(environ={rules.LAYER_IDS: "0, 5"})
         self.assertEqual(rules.layer_ids(facts), (0, 5))
 
-    def test_slots_that_are_not_pool_entries(self):
-        self.assertTrue(rules.has_plain_slots(decode_facts()))
-        for args in ({"dcp_size": 2}, {"enable_hisparse": True}):
-            self.assertFalse(rules.has_plain_slots(decode_facts(args)))
+    def test_a_decode_that_wants_no_tail_says_why_it_can_take_none(self):
+        """It serves native prefills all the same, so it is not refused."""
+        for args, reason in (
+            ({}, None),
+            ({"dcp_size": 2}, "decode cannot take a tail with --dcp-size 2: "),
+            ({BACKEND: "mori"}, "decode has --disaggregation-transfer-backend mori"),
+            ({"enable_hisparse": True}, "--enable-hisparse"),
+        ):
+            facts = decode_facts(args)
+            del facts[rules.TAIL_TOKENS]
+            with self.subTest(args):
+                self.assertEqual(codes(facts), [])
+                self.assertRegex(rules.no_tail(facts) or "", reason or "^$")
+
+    def test_length_by_default(self):
+        """What the draft reads, where that is known; else a few tokens."""
+        for draft, tokens in ((SLIDING, 31), (FULL, 8), (None, 8)):
+            facts = prefill_facts(draft=draft)
+            del facts[rules.TAIL_TOKENS]
+            self.assertEqual(rules.tail_tokens(facts), tokens)
+
+    def test_naming_the_layers_asks_for_capture(self):
+        for environ, captures in (
+            ({rules.LAYER_IDS: "0,2"}, True),
+            ({rules.LAYER_IDS: "0,2", rules.CAPTURE: "0"}, False),
+            ({rules.CAPTURE: "1"}, True),
+            ({}, False),
+        ):
+            for role, algorithm in (
+                ("prefill", None),
+                ("prefill", "DSPARK"),
+                ("decode", None),
+            ):
+                args = {"speculative_algorithm": algorithm}
+                facts = rules.facts_from(args, environ, TARGET, SLIDING, role)
+                expected = captures and (role, algorithm) == ("prefill", None)
+                self.assertEqual(rules.captures(facts), expected)
 
     def test_needs_the_standard_library_only(self):
         """A tool loads this file without SGLang."""
