@@ -204,24 +204,19 @@ def captures_on_stages(facts: Facts) -> bool:
 
 
 def last_stage_start(facts: Facts) -> int | None:
-    """First target layer of the last pipeline stage; None where it is not known.
-
-    Layers that do not divide evenly go to the last stages, one each.
-    """
+    """First target layer of the last pipeline stage; None where it is not known."""
     layers, stages = facts.get("num_layers"), int(facts.get("pp_size") or 1)
-    if not layers:
-        return None
     named = parse_layer_ids(facts.get(PP_PARTITION)) if stages > 1 else None
-    return layers - (named[-1] if named else -(-layers // stages))
+    # Layers that do not divide evenly go to the last stages, one each.
+    return layers and layers - (named[-1] if named else -(-layers // stages))
 
 
 def crosses_stages(facts: Facts) -> bool:
     """Whether a captured layer lies before the last stage, or may do so."""
     ids, start = layer_ids(facts), last_stage_start(facts)
-    if not ids or start is None:
-        return True
     # A layer's output is the next layer's input, which most targets capture.
-    return min(ids) + (not is_deepseek_v4(facts)) < start
+    after = not is_deepseek_v4(facts)
+    return not ids or start is None or min(ids) + after < start
 
 
 def is_on(value: str | None) -> bool:
@@ -399,11 +394,10 @@ def _unknown_stages(facts: Facts) -> bool:
 
 def _partition_problem(facts: Facts) -> str | None:
     """Why a layout of pipeline stages cannot hold the target."""
-    layers, stages = facts.get("num_layers"), int(facts.get("pp_size") or 1)
-    named = facts.get(PP_PARTITION)
-    if not captures_on_stages(facts) or not named:
+    if not captures_on_stages(facts) or not facts.get(PP_PARTITION):
         return None
-    sizes = parse_layer_ids(named)
+    layers, stages = facts.get("num_layers"), int(facts["pp_size"])
+    sizes = parse_layer_ids(facts[PP_PARTITION])
     if sizes is None or min(sizes) < 1:
         return "expected numbers of layers separated by commas, such as 21,15"
     if len(sizes) != stages:
