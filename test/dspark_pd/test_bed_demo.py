@@ -52,6 +52,7 @@ def test_every_mode_runs_and_nothing_stays(
         "no-spec",
         "unified",
         "pd-native",
+        "pd-native",
         "pd-no-context",
         "unified-sliding",
         "pd-tail",
@@ -59,7 +60,9 @@ def test_every_mode_runs_and_nothing_stays(
     ]
     tails = [run for run in report["runs"] if run["mode"] == "pd-tail"]
     assert [(run["pp"], run["tail_tokens"]) for run in tails] == [(1, 31), (2, 31)]
-    assert [len(run["requests"]) for run in report["runs"]] == [2] * 7
+    assert [len(run["requests"]) for run in report["runs"]] == [2] * 8
+    native = [run for run in report["runs"] if run["mode"] == "pd-native"]
+    assert [run["pp"] for run in native] == [1, 2]
     assert "FAIL pd-native: NIXL moved 0 bytes" in said.out
     assert "ok   pd-native: every output equals unified" in said.out
     assert "[demo] all engines stopped" in said.err

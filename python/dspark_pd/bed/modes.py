@@ -74,6 +74,10 @@ def _prefill(pair: Pair) -> EngineSpec:
     return EngineSpec("prefill", "prefill", pair.target, pair.draft)
 
 
+def _pipelined_prefill(pair: Pair) -> EngineSpec:
+    return EngineSpec("prefill-pp2", "prefill", pair.target, pair.draft, pp=2)
+
+
 def _cold_prefill(pair: Pair) -> EngineSpec:
     return EngineSpec("cold-prefill", "prefill", pair.target)
 
@@ -99,6 +103,7 @@ ENGINES: Mapping[str, Callable[[Pair], EngineSpec]] = {
     "no-spec": _no_spec,
     "unified": _unified,
     "prefill": _prefill,
+    "prefill-pp2": _pipelined_prefill,
     "cold-prefill": _cold_prefill,
     "decode": _decode,
     "unified-sliding": lambda pair: EngineSpec(
@@ -137,6 +142,13 @@ WAVES: tuple[Wave, ...] = (
                 "pd-native",
                 "prefill + decode, draft KV moves along",
                 ("prefill", "decode"),
+            ),
+            Mode(
+                "pd-native-pp2",
+                "pd-native",
+                "prefill of 2 stages + decode, draft KV moves along",
+                ("prefill-pp2", "decode"),
+                pp=2,
             ),
             Mode(
                 "pd-no-context",
