@@ -18,7 +18,7 @@ FLOORS = (
     {"patchset"},
     {"target"},
     {"planning"},
-    {"export", "doctor"},
+    {"export", "doctor", "measure"},
     {"verbs"},
     {"cli"},
     {"__main__"},

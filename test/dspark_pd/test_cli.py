@@ -38,7 +38,7 @@ def test_exit_codes_are_those_of_the_help_and_the_docs() -> None:
         for name, value in vars(exit_codes).items()
         if name.isupper() and isinstance(value, int)
     }
-    assert constants == set(exit_codes.MEANINGS) == set(range(8))
+    assert constants == set(exit_codes.MEANINGS) == {*range(8), 130}
     text = build_parser().format_help()
     page = REPOSITORY / "docs_new/docs/developer_guide/dspark_pd_tool.mdx"
     documented = page.read_text()
