@@ -19,7 +19,10 @@ def reply(tokens: int, steps: int, first: int = 7) -> Reply:
     meta = {"prompt_tokens": 5, "completion_tokens": tokens}
     if steps:
         meta["spec_verify_ct"] = steps
-    return Reply(tuple(range(first, first + tokens)), meta)
+    sizes = [1] * steps
+    if steps:
+        sizes[0] += tokens - 1 - steps
+    return Reply(tuple(range(first, first + tokens)), meta, steps=tuple(sizes))
 
 
 def run(key: str, steps: tuple[int, ...], bytes_moved: int = 0, first: int = 7) -> Run:
@@ -56,6 +59,7 @@ def test_json_has_the_published_shape() -> None:
         "overlap",
         "requests",
         "accept_length",
+        "accept_length_by_step",
         "target_steps_per_token",
         "bytes_moved",
     }
@@ -138,3 +142,16 @@ def test_choosing_modes_keeps_the_reference() -> None:
 def test_the_digest_tells_outputs_apart() -> None:
     assert reply(20, 5).sha256 == reply(20, 4).sha256
     assert reply(20, 5).sha256 != reply(20, 5, first=8).sha256
+
+
+def test_steps_have_a_table_of_their_own() -> None:
+    """Where the loss is: a mean hides it."""
+    head, _, *rows = report(good()).step_table().splitlines()
+    assert head.split()[-8:] == [str(n) for n in range(1, 9)]
+    # No speculation, no row. 20 tokens in 5 steps and in 4: 15 and 16 in the first one.
+    assert [row.split()[:3] for row in rows] == [
+        ["unified", "15.50", "1.00"],
+        ["pd-native", "15.50", "1.00"],
+        ["pd-no-context", "1.00", "1.00"],
+    ]
+    assert rows[0].split()[-1] == "-"

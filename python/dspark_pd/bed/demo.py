@@ -226,6 +226,7 @@ def _run_mode(
         [prompt.ids for prompt in prompts],
         [prompt.max_new_tokens for prompt in prompts],
         parallel=_PARALLEL,
+        stream=True,
     )
     seconds = time.monotonic() - began
     _say(f"{mode.key}: {len(replies)} requests in {seconds:.1f} s")
@@ -240,6 +241,8 @@ def _conclude(report: Report) -> int:
         " Output is the same even if the draft has no context:\nonly the accept length"
         " shows whether its context arrived.\n"
     )
+    if steps := report.step_table():
+        print(f"{steps}\n")
     claims = report.claims()
     for claim in claims:
         print(f"  {'ok  ' if claim.holds else 'FAIL'} {claim.text}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from dspark_pd.bed.client import Reply
 from dspark_pd.bed.modes import NO_SPEC, Mode
+from dspark_pd.measure.statistics import Figure, by_step
 
 SCHEMA = 1
 MIN_ACCEPT_WITH_CONTEXT = 3.5
@@ -46,6 +47,13 @@ class Run:
     def target_steps_per_token(self) -> float:
         """Decode passes of the target per token; 1 without speculation."""
         return sum(self.verify_steps) / self.tokens if any(self.verify_steps) else 1.0
+
+    @property
+    def by_step(self) -> dict[str, Figure]:
+        """Accept length of each verify step after prefill; {} without speculation."""
+        if not any(self.verify_steps):
+            return {}
+        return by_step([reply.steps for reply in self.replies if reply.steps])
 
     def same_output(self, other: Run) -> bool:
         """Every request gave the same tokens."""
@@ -134,11 +142,17 @@ class Report:
 
     def table(self) -> str:
         """One line per run, aligned, with a header."""
-        rows = [_HEADER, *(self._row(run) for run in self.runs)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        return _aligned([_HEADER, *(self._row(run) for run in self.runs)])
+
+    def step_table(self) -> str:
+        """Accept length by verify step of the runs that speculate; "" without any."""
+        rows = [
+            (run.mode.key, *(_shown(run.by_step.get(str(n))) for n in _STEPS_SHOWN))
+            for run in self.runs
+            if run.by_step
+        ]
+        head = ("accept length at step", *map(str, _STEPS_SHOWN))
+        return _aligned([head, *rows]) if rows else ""
 
     def _row(self, run: Run) -> tuple[str, ...]:
         reference = self.reference(run)
@@ -169,6 +183,18 @@ _HEADER = (
     "what it is",
 )
 _LEFT = {0, 8}
+_STEPS_SHOWN = range(1, 9)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _shown(figure: Figure | None) -> str:
+    return f"{figure.accept_length:.2f}" if figure and figure.accept_length else "-"
 
 
 def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -189,6 +215,9 @@ def _run_json(run: Run) -> dict[str, Any]:
         **tail,
         "requests": [_request_json(i, reply) for i, reply in enumerate(run.replies)],
         "accept_length": run.accept_length,
+        "accept_length_by_step": {
+            step: figure.accept_length for step, figure in run.by_step.items()
+        },
         "target_steps_per_token": run.target_steps_per_token,
         "bytes_moved": run.bytes_moved,
     }

@@ -138,7 +138,7 @@ class Client:
 
     def ask(self, where: Where, prompt: Prompt, index: int, number: int) -> Served:
         """Send one request and read all of its stream; an error is part of the result."""
-        reading = _Reading(self.endpoint)
+        reading = Reading(self.endpoint)
         served = Served(index, number)
         try:
             for event in where.stream(self.body(prompt)):
@@ -188,7 +188,7 @@ def _text(prompt: Prompt) -> str:
     return "\n".join(str(m.get("content") or "") for m in prompt.messages or ())
 
 
-class _Reading:
+class Reading:
     """The state of one stream: totals of tokens, one for each event that had some."""
 
     def __init__(self, endpoint: str) -> None:
@@ -254,24 +254,39 @@ class _Reading:
         if isinstance(total, int) and total > (self.totals or [0])[-1]:
             self.totals.append(total)
 
+    @property
+    def verify_steps(self) -> int | None:
+        """As the server counted them, else as events; None without speculation."""
+        reported: int | None = self.meta.get("spec_verify_ct")
+        sizes = self._sizes()
+        if reported is None and any(tokens > 1 for tokens in sizes):
+            return len(sizes)
+        return reported
+
+    @property
+    def steps(self) -> tuple[int, ...] | None:
+        """Tokens of each verify step; None where events were merged or have no count.
+
+        The last step is left out where it was cut to the number of tokens asked for.
+        """
+        sizes = self._sizes()
+        if not self.told or self.verify_steps not in (None, len(sizes)):
+            return None
+        return sizes[:-1] if self.cut_by_length else sizes
+
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in itertools.pairwise(self.totals))
+
     def into(self, served: Served) -> Served:
         """``served`` with everything that the stream told."""
         totals = self.totals
         told = self.usage.get("completion_tokens", totals[-1] if totals else 0)
-        reported = self.meta.get("spec_verify_ct")
-        seen = max(len(totals) - 1, 0)
-        steps = tuple(b - a for a, b in itertools.pairwise(totals))
-        exact = self.told and (reported is None or reported == seen)
-        if reported is None and any(tokens > 1 for tokens in steps):
-            reported = seen
-        # The last step was cut to the number of tokens asked for.
-        steps = steps[:-1] if self.cut_by_length else steps
         return replace(
             served,
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=told,
-            verify_steps=reported,
-            steps=steps if exact else None,
+            verify_steps=self.verify_steps,
+            steps=self.steps,
             sized=self.told,
             cached=self._cached(),
             first_token_s=None if self.first is None else self.first - self.began,

@@ -8,7 +8,7 @@ requests of a group with the same prompts, in the same round, on the reference.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -144,15 +144,14 @@ class Measured:
         ]
         if self.reference is not None:
             counted = [mine for mine, _ in pairs]
-        wanted = {str(n): slice(n - 1, n) for n in range(1, STEPS + 1)}
-        wanted[REST] = slice(STEPS, None)
-        found = {}
-        for name, part in wanted.items():
-            mine = _step(counted, part)
-            if mine.verify_steps:
-                theirs = _step((theirs for _, theirs in pairs), part)
-                found[name] = _beside(mine, theirs.accept_length)
-        return found
+        mine = by_step([s.steps or () for s in counted])
+        theirs = by_step([theirs.steps or () for _, theirs in pairs])
+        return {
+            name: _beside(
+                figure, theirs[name].accept_length if name in theirs else None
+            )
+            for name, figure in mine.items()
+        }
 
     def by_prompt_length(self) -> dict[str, Figure]:
         return self._groups(_length_of, _numeric)
@@ -190,14 +189,17 @@ class Measured:
 
     def loss_ends_at(self) -> int | None:
         """The first step from which on there is no loss; 1 without any, None if never."""
-        figures = self.by_step()
-        if not figures or all(f.ratio is None for f in figures.values()):
+        ratios = {
+            number: figure.ratio
+            for number, figure in enumerate(self.by_step().values(), 1)
+            if figure.ratio is not None
+        }
+        if not ratios:
             return None
-        end: int | None = 1
-        for number, figure in enumerate(figures.values(), 1):
-            if figure.ratio is not None and figure.ratio < LOSS_BELOW:
-                end = number + 1
-        return end if end is not None and end <= len(figures) else None
+        low = [number for number, ratio in ratios.items() if ratio < LOSS_BELOW]
+        if not low:
+            return 1
+        return None if low[-1] == max(ratios) else low[-1] + 1
 
 
 def _beside(figure: Figure, reference: float | None) -> Figure:
@@ -209,10 +211,20 @@ def _total(served: Sequence[Served]) -> Figure:
     return Figure(len(served), tokens, sum(s.verify_steps or 0 for s in served))
 
 
-def _step(served: Iterable[Served], part: slice) -> Figure:
-    parts = [(s.steps or ())[part] for s in served]
-    reached = [p for p in parts if p]
-    return Figure(len(reached), sum(map(sum, reached)), sum(map(len, reached)))
+def by_step(requests: Sequence[Sequence[int]]) -> dict[str, Figure]:
+    """One figure for each of the first steps and one for the rest, of those reached.
+
+    ``requests``: the tokens of each verify step, for each request.
+    """
+    wanted = {str(n): slice(n - 1, n) for n in range(1, STEPS + 1)}
+    wanted[REST] = slice(STEPS, None)
+    found = {}
+    for name, part in wanted.items():
+        reached = [steps[part] for steps in requests if steps[part]]
+        if reached:
+            tokens, steps = sum(map(sum, reached)), sum(map(len, reached))
+            found[name] = Figure(len(reached), tokens, steps)
+    return found
 
 
 def _length_of(served: Served) -> str:
