@@ -109,8 +109,8 @@ def _tiers(figures: Mapping[str, Figure]) -> list[Finding]:
         return [
             Finding(
                 "MEASURE-STORAGE-WITHOUT-DRAFT",
-                "prefill read entries that were stored before it ran DSPARK, or by an "
-                "engine without it",
+                "prefill read entries whose draft KV is not of this draft: another draft "
+                "stored them, or an engine without one",
                 seen + (f", {_how(cold)} on cold prompts" if cold else ""),
                 "stop prefill, empty the storage of HiCache or name another one, start "
                 "again",

@@ -1,7 +1,7 @@
 """``dspark-pd measure`` on real pairs: no loss where there is none, and each cause by name.
 
-Every fault is made: a prefill without the draft, alone and beside a good one; HiCache
-entries that such a prefill has stored; a draft whose weights are wrong. The client's own
+Every fault is made: a prefill without the draft, alone and beside a good one; a draft whose
+weights are wrong; HiCache entries that were stored with it. The client's own
 rules, and input that real servers do not give on demand, are in
 ``test/dspark_pd/test_measure.py``.
 """
@@ -9,6 +9,7 @@ rules, and input that real servers do not give on demand, are in
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,18 @@ from typing import Any
 import pytest
 from pd_prompts import PAGE
 
-from dspark_pd.bed import MODELS, Bed, Client, Engine, EngineSpec, Router, RouterSpec
+from dspark_pd.bed import (
+    MODELS,
+    Bed,
+    Client,
+    Engine,
+    EngineSpec,
+    HttpError,
+    Router,
+    RouterSpec,
+    web,
+)
+from dspark_pd.bed.ports import free_port
 from dspark_pd.bed.prompts import Prompt, make_prompts
 from dspark_pd.bed.serve import HICACHE, STORAGE_DIR_ENV
 
@@ -65,7 +77,9 @@ def causes(found: dict[str, Any]) -> list[str]:
 
 
 def ratios(found: dict[str, Any], group: str) -> dict[str, float]:
-    return {name: figure["ratio"] for name, figure in found[f"by_{group}"].items()}
+    """Of the figures that have one: the reference may need fewer steps."""
+    figures = found[f"by_{group}"].items()
+    return {name: figure["ratio"] for name, figure in figures if "ratio" in figure}
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class Fleet:
     unified: Engine
     good: Engine
     cold: Engine
+    decode: Engine
     storage: Path
     router: Router
     cold_router: Router
@@ -85,15 +100,22 @@ class Fleet:
 def fleet(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     storage = tmp_path_factory.mktemp("storage")
     model, draft = MODELS.target, MODELS.draft_full
-    args = {"max-total-tokens": DEVICE_TOKENS, **HICACHE}
-    hicache = {"page_size": PAGE, "args": args, "env": {STORAGE_DIR_ENV: str(storage)}}
+    kept = hicache(storage)
     env = {"SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT": "1"}
     engines = bed.start(
         [
             EngineSpec("measure-u", "unified", model, draft),
-            EngineSpec("measure-p", "prefill", model, draft, **hicache),
-            EngineSpec("measure-cold-p", "prefill", model, **hicache),
-            EngineSpec("measure-d", "decode", model, draft, page_size=PAGE, env=env),
+            EngineSpec("measure-p", "prefill", model, draft, **kept),
+            EngineSpec("measure-cold-p", "prefill", model, **kept),
+            EngineSpec(
+                "measure-d",
+                "decode",
+                model,
+                draft,
+                page_size=PAGE,
+                args={"enable-metrics": True},
+                env=env,
+            ),
         ]
     )
     unified, good, cold, decode = engines
@@ -103,8 +125,51 @@ def fleet(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]
             for n, chosen in enumerate(([good], [cold], [good, cold]))
         ]
     )
-    yield Fleet(unified, good, cold, storage, *routers)
+    yield Fleet(unified, good, cold, decode, storage, *routers)
     bed.stop(*routers, *engines)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A pair and a server whose draft is wrong; the pair stores where the good one does."""
+
+    unified: Engine
+    router: Router
+
+
+@pytest.fixture(scope="module")
+def bad(
+    bed: Bed, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bad]:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("bad") / "draft"
+    shutil.copytree(MODELS.draft_full, folder)
+    for file in folder.glob("*.safetensors"):
+        # Other signs: the shapes of a draft, and nothing that it was trained to do.
+        wrong = {name: -tensor for name, tensor in load_file(file).items()}
+        save_file(wrong, file, metadata={"format": "pt"})
+    engines = bed.start(
+        [
+            EngineSpec("bad-u", "unified", MODELS.target, folder),
+            EngineSpec(
+                "bad-p", "prefill", MODELS.target, folder, **hicache(fleet.storage)
+            ),
+            EngineSpec("bad-d", "decode", MODELS.target, folder, page_size=PAGE),
+        ]
+    )
+    unified, prefill, decode = engines
+    router = bed.start_router(
+        RouterSpec("bad-r", [prefill.endpoint], [decode.endpoint])
+    )
+    yield Bad(unified, router)
+    bed.stop(router, *engines)
+
+
+def hicache(storage: Path) -> dict[str, Any]:
+    args = {"max-total-tokens": DEVICE_TOKENS, "enable-metrics": True, **HICACHE}
+    env = {STORAGE_DIR_ENV: str(storage)}
+    return {"page_size": PAGE, "args": args, "env": env}
 
 
 def wait_for_files(storage: Path, at_least: int) -> None:
@@ -179,46 +244,87 @@ def test_one_cold_prefill_of_two_is_named(fleet: Fleet) -> None:
     assert by_prefill[fleet.cold.url] < 0.7
 
 
-def test_entries_stored_without_the_draft_are_told(
+def test_entries_stored_without_the_draft_are_not_read(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    """A prefill without DSPARK has stored the prompts; a good one reads them."""
-    stored, fresh = prompts(103), prompts(104)
+    """SGLang computes such a prompt anew: there is no loss to be told."""
+    stored = prompts(103)
+    put_into_storage(fleet, fleet.cold_router, stored, files=4 * len(stored))
+    found = measure_stored(fleet, written(tmp_path, stored))
+    assert set(found["by_tier"]) == {"cold"}
+    assert (causes(found), found["ratio"]) == ([], 1)
+
+
+def test_entries_of_another_draft_are_told(
+    fleet: Fleet, bad: Bad, tmp_path: Path
+) -> None:
+    """The storage does not tell drafts apart: theirs are read, and they are no use."""
+    stored, fresh = prompts(104), prompts(105)
+    put_into_storage(fleet, bad.router, stored, files=2 * 4 * len(stored))
+    found = measure_stored(fleet, written(tmp_path, [*stored, *fresh]))
+    assert set(found["by_tier"]) == {"cold", "storage"}
+    assert causes(found) == ["MEASURE-STORAGE-WITHOUT-DRAFT"]
+    by_tier = ratios(found, "tier")
+    assert by_tier["cold"] == 1
+    assert by_tier["storage"] < 0.7
+
+
+def put_into_storage(
+    fleet: Fleet, router: Router, chosen: Sequence[Prompt], files: int
+) -> None:
     before = sum(1 for path in fleet.storage.rglob("*") if path.is_file())
-    cold = Client.router(fleet.cold_router)
-    cold.generate([p.ids for p in stored], 2, parallel=1)
-    wait_for_files(fleet.storage, before + 4 * len(stored))
-    path = written(tmp_path, [*stored, *fresh])
-    found = measure(
+    Client.router(router).generate([p.ids for p in chosen], 2, parallel=1)
+    wait_for_files(fleet.storage, before + files)
+
+
+def measure_stored(fleet: Fleet, path: Path) -> dict[str, Any]:
+    return measure(
         fleet.router.url,
         *("--reference", fleet.unified.url, "--prompts", path, "--concurrency", 1),
     )
-    assert set(found["by_tier"]) == {"cold", "storage"}
-    assert causes(found) == ["MEASURE-STORAGE-WITHOUT-DRAFT"]
-    assert ratios(found, "tier")["cold"] == 1
 
 
-def test_a_bad_draft_is_not_blamed_on_the_split(bed: Bed, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    bad = shutil.copytree(MODELS.draft_full, tmp_path / "bad-draft")
-    for file in bad.glob("*.safetensors"):
-        # Other signs: the shapes of a draft, and nothing that it was trained to do.
-        wrong = {name: -tensor for name, tensor in load_file(file).items()}
-        save_file(wrong, file, metadata={"format": "pt"})
-    engines = bed.start(
-        [
-            EngineSpec(f"bad-{role}", role, MODELS.target, bad)
-            for role in ("unified", "prefill", "decode")
-        ]
-    )
-    unified, prefill, decode = engines
-    router = bed.start_router(
-        RouterSpec("bad-r", [prefill.endpoint], [decode.endpoint])
-    )
+def test_a_bad_draft_is_not_blamed_on_the_split(bad: Bad) -> None:
     found = measure(
-        router.url, "--reference", unified.url, "--requests", 4, "--seed", 4
+        bad.router.url, "--reference", bad.unified.url, "--requests", 4, "--seed", 4
     )
-    bed.stop(router, *engines)
     assert causes(found) == ["MEASURE-DRAFT"]
     assert found["ratio"] == 1
+
+
+DASHBOARD = Path(__file__).resolve().parents[3] / "docs_new/grafana/dspark_pd.json"
+# Prometheus adds it when it reads a target; it is no label of the engines.
+OWN_LABELS = {"instance"}
+
+
+def test_the_dashboard_asks_for_what_engines_publish(fleet: Fleet) -> None:
+    """Every metric of every query is there, with every label that it is summed by."""
+    fail_once(fleet)
+    published = {}
+    for engine in (fleet.good, fleet.decode):
+        page = web.open_url(f"{engine.url}/metrics").read().decode()
+        for name, labels in re.findall(r"^(sglang:\w+)(?:{(.*)})? ", page, re.M):
+            found = set(re.findall(r'(\w+)="', labels))
+            published[name] = published.get(name, set()) | found
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"sglang:\w+", query)}
+    assert asked - set(published) == set()
+    for query in queries:
+        names = re.findall(r"sglang:\w+", query)
+        for by in re.findall(r"by \(([^)]*)\)", query):
+            wanted = set(by.replace(" ", "").split(",")) - OWN_LABELS
+            for name in names:
+                assert wanted <= published[name], (query, name)
+
+
+def fail_once(fleet: Fleet) -> None:
+    """A request that no prefill has: counters of failures exist once there was one."""
+    body = {
+        "text": "a",
+        "bootstrap_host": fleet.good.host,
+        "bootstrap_port": free_port(),
+        "bootstrap_room": 7,
+    }
+    with pytest.raises(HttpError):
+        web.call(f"{fleet.decode.url}/generate", body, 60)
