@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", metavar="N", type=_count, default=_REQUESTS, help=text
     )
     _add_models(parser)
+    text = "cuda: one GPU, with the SGLang of this environment (never run by us)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
     parser.add_argument(
         "--port",
         metavar="N",
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> Report:
     began = time.monotonic()
-    waves = _chosen(args.modes)
+    waves = modes.on_device(_chosen(args.modes), args.device)
     pair = modes.Pair(
         args.model.resolve(), args.draft.resolve(), args.sliding_draft.resolve()
     )
@@ -105,10 +108,13 @@ def _run(args: argparse.Namespace) -> Report:
     _check_writable(args.json)
     if args.port is not None:
         claim_port(args.port, "--port")
-    installed = checks.check_installed()
-    checks.check_applied()
+    installed = checks.check_installed(args.device)
+    checks.check_applied(args.device)
+    if args.device == "cuda":
+        # What is forked has been imported for the CPU platform.
+        os.environ["DSPARK_PD_ZYGOTE"] = "0"
     for wave in waves:
-        checks.check_memory([modes.ENGINES[name](pair) for name in wave.engines])
+        checks.check_memory(modes.specs(wave, pair, args.device))
     prompts = {
         False: make_prompts(args.requests, seed=_SEED),
         True: make_prompts(args.requests, seed=_SEED, key_len=_SLIDING_KEYS),
@@ -117,9 +123,9 @@ def _run(args: argparse.Namespace) -> Report:
         _say(f"SGLang {installed.sglang}, gamma {gamma}, logs in {bed.folder}")
         runs: list[Run] = []
         for wave in waves:
-            runs += _run_wave(bed, wave, pair, prompts, args.port)
+            runs += _run_wave(bed, wave, pair, prompts, args)
     _say(f"all engines stopped after {time.monotonic() - began:.0f} s")
-    return Report(installed.sglang, gamma, tuple(runs))
+    return Report(installed.sglang, gamma, tuple(runs), args.device)
 
 
 def _resolve_tails(waves: list[modes.Wave], draft: Path) -> list[modes.Wave]:
@@ -176,13 +182,13 @@ def _run_wave(
     wave: modes.Wave,
     pair: modes.Pair,
     prompts: Mapping[bool, Sequence[Prompt]],
-    first_port: int | None,
+    args: argparse.Namespace,
 ) -> list[Run]:
     _say(f"starting {', '.join(wave.engines)}")
     engines = dict(
         zip(
             wave.engines,
-            bed.start([modes.ENGINES[name](pair) for name in wave.engines]),
+            bed.start(modes.specs(wave, pair, args.device)),
             strict=True,
         )
     )
@@ -193,7 +199,7 @@ def _run_wave(
                 f"router-{mode.key}",
                 [engines[mode.engines[0]].endpoint],
                 [engines[mode.engines[1]].endpoint],
-                port=None if first_port is None else first_port + i,
+                port=None if args.port is None else args.port + i,
             )
             for i, mode in enumerate(pairs)
         ]

@@ -31,6 +31,7 @@ from dspark_pd.bed import (
     HttpError,
     Router,
     RouterSpec,
+    modes,
     web,
 )
 from dspark_pd.bed.ports import free_port
@@ -80,6 +81,24 @@ def ratios(found: dict[str, Any], group: str) -> dict[str, float]:
     """Of the figures that have one: the reference may need fewer steps."""
     figures = found[f"by_{group}"].items()
     return {name: figure["ratio"] for name, figure in figures if "ratio" in figure}
+
+
+def test_a_tail_loses_nothing_at_any_step(bed: Bed) -> None:
+    models = modes.Pair(MODELS.target, MODELS.draft_full, MODELS.draft_swa)
+    names = ("unified-sliding", "tail-prefill", "tail-decode")
+    engines = bed.start([modes.ENGINES[name](models) for name in names])
+    unified, prefill, decode = engines
+    router = bed.start_router(
+        RouterSpec("tail-r", [prefill.endpoint], [decode.endpoint])
+    )
+    found = measure(
+        router.url,
+        *("--reference", unified.url, "--requests", 6, "--seed", 5),
+        *("--assert", "ratio==1", "--assert", "ratio.step==1"),
+    )
+    bed.stop(router, *engines)
+    assert causes(found) == []
+    assert found["accept_length"] > 3
 
 
 @dataclass(frozen=True)
