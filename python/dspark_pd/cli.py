@@ -184,8 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         from dspark_pd.messages.errors import on_target
 
-        text = on_target(f"{_GO_ON} goes on from here", options.target)
-        print(f"interrupted; {text}", file=sys.stderr)
+        text = "interrupted"
+        if options.verb in ("apply", "revert"):
+            text += on_target(f"; {_GO_ON} goes on from here", options.target)
+        print(text, file=sys.stderr)
         return exit_codes.INTERRUPTED
 
 

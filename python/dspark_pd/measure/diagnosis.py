@@ -18,6 +18,56 @@ BAD_DRAFT_BELOW: Final = 1.5
 
 
 @dataclass(frozen=True)
+class Cause:
+    """What a code means and what to do next; both may name a place in braces."""
+
+    means: str
+    next: str
+
+
+CAUSES: Final[Mapping[str, Cause]] = {
+    "MEASURE-HANDOFF": Cause(
+        "decode starts without the draft's context of the prompt",
+        "dspark-pd doctor --prefill URL --decode URL; prefill needs DSPARK itself, or the "
+        "handoff of hidden states",
+    ),
+    "MEASURE-EARLY-STEPS": Cause(
+        "decode may start without the draft's context; the prompts may explain it too",
+        "measure again with --reference URL of one server that runs the same models",
+    ),
+    "MEASURE-STORAGE-WITHOUT-DRAFT": Cause(
+        "prefill read entries whose draft KV is not of this draft: another draft stored "
+        "them, or an engine without one",
+        "stop prefill, empty the storage of HiCache or name another one, start again",
+    ),
+    "MEASURE-CACHE-WITHOUT-DRAFT": Cause(
+        "prompts found in prefill's {place} cache come without the draft's KV",
+        "empty the caches (POST /flush_cache on prefill) and measure again with --repeat "
+        "2; if the loss is back, report it with this report",
+    ),
+    "MEASURE-ONE-PREFILL": Cause(
+        "{place} hands over no draft context, or not all of it",
+        "dspark-pd doctor --prefill {place} --decode URL, and compare its --speculative "
+        "flags with those of the other prefills",
+    ),
+    "MEASURE-DRAFT": Cause(
+        "the draft does not fit the target, or these prompts; the split loses nothing",
+        "check --speculative-draft-model-path against the draft's model card; measure "
+        "with --dataset repeat, which a working draft continues well",
+    ),
+    "MEASURE-NO-SPECULATION": Cause(
+        "decode does not speculate",
+        "start decode with --speculative-algorithm DSPARK; dspark-pd doctor shows what "
+        "both engines run with",
+    ),
+    "MEASURE-SOME-WITHOUT-SPECULATION": Cause(
+        "some decode engines behind this address do not speculate",
+        "compare --speculative-algorithm of all decode engines",
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Finding:
     """One cause; ``code`` is stable, ``seen`` is the pattern that it was told from."""
 
@@ -25,6 +75,12 @@ class Finding:
     cause: str
     seen: str
     next: str
+
+    @classmethod
+    def of(cls, code: str, seen: str, place: str = "") -> Finding:
+        cause = CAUSES[code]
+        means, further = (t.format(place=place) for t in (cause.means, cause.next))
+        return cls(code, means, seen, further)
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -34,32 +90,17 @@ def diagnose(measured: Measured) -> list[Finding]:
     """What is wrong, the most specific cause first; empty when nothing is."""
     idle = measured.without_speculation
     if idle == 1.0:
-        return [_no_speculation()]
-    found = [_some_without(idle)] if idle else []
+        seen = "no request reports a verify step, and each event has one token"
+        return [Finding.of("MEASURE-NO-SPECULATION", seen)]
+    found = []
+    if idle:
+        seen = f"{idle:.0%} of the requests report no verify step"
+        found.append(Finding.of("MEASURE-SOME-WITHOUT-SPECULATION", seen))
     draft = _draft(measured)
     if draft:
         return [*found, draft]
     groups = [*_prefills(measured.by_prefill()), *_tiers(measured.by_tier())]
     return [*found, *(groups or _handoff(measured))]
-
-
-def _no_speculation() -> Finding:
-    return Finding(
-        "MEASURE-NO-SPECULATION",
-        "decode does not speculate",
-        "no request reports a verify step, and each event has one token",
-        "start decode with --speculative-algorithm DSPARK; dspark-pd doctor shows what "
-        "both engines run with",
-    )
-
-
-def _some_without(share: float) -> Finding:
-    return Finding(
-        "MEASURE-SOME-WITHOUT-SPECULATION",
-        "some decode engines behind this address do not speculate",
-        f"{share:.0%} of the requests report no verify step",
-        "compare --speculative-algorithm of all decode engines",
-    )
 
 
 def _draft(measured: Measured) -> Finding | None:
@@ -72,14 +113,8 @@ def _draft(measured: Measured) -> Finding | None:
         or mine < LOSS_BELOW * theirs
     ):
         return None
-    return Finding(
-        "MEASURE-DRAFT",
-        "the draft does not fit the target, or these prompts; the split loses nothing",
-        f"accept length {mine:.2f}, and {theirs:.2f} on the reference, which hands "
-        "nothing over",
-        "check --speculative-draft-model-path against the draft's model card; measure "
-        "with --dataset repeat, which a working draft continues well",
-    )
+    seen = f"accept length {mine:.2f}, and {theirs:.2f} on the reference, which hands "
+    return Finding.of("MEASURE-DRAFT", seen + "nothing over")
 
 
 def _prefills(figures: Mapping[str, Figure]) -> list[Finding]:
@@ -88,12 +123,10 @@ def _prefills(figures: Mapping[str, Figure]) -> list[Finding]:
         return []
     others = max(_worth(f) for name, f in figures.items() if name not in low)
     return [
-        Finding(
+        Finding.of(
             "MEASURE-ONE-PREFILL",
-            f"{name} hands over no draft context, or not all of it",
             f"{_how(figures[name])} there, {others:.2f} on the best prefill",
-            f"dspark-pd doctor --prefill {name} --decode URL, and compare its "
-            "--speculative flags with those of the other prefills",
+            name,
         )
         for name in low
     ]
@@ -104,37 +137,18 @@ def _tiers(figures: Mapping[str, Figure]) -> list[Finding]:
     low = _low({k: f for k, f in figures.items() if k != "cold"}, cold)
     if not low or (cold is not None and cold.ratio and cold.ratio < LOSS_BELOW):
         return []
+    seen = "; ".join(f"{name}: {_how(figures[name])}" for name in low)
+    seen += f"; cold: {_how(cold)}" if cold else ""
     if "storage" in low:
-        seen = f"{_how(figures['storage'])} on hits in storage"
-        return [
-            Finding(
-                "MEASURE-STORAGE-WITHOUT-DRAFT",
-                "prefill read entries whose draft KV is not of this draft: another draft "
-                "stored them, or an engine without one",
-                seen + (f", {_how(cold)} on cold prompts" if cold else ""),
-                "stop prefill, empty the storage of HiCache or name another one, start "
-                "again",
-            )
-        ]
-    return [
-        Finding(
-            "MEASURE-CACHE-WITHOUT-DRAFT",
-            f"prompts found in prefill's {' and '.join(low)} cache come without the "
-            "draft's KV",
-            "; ".join(f"{name}: {_how(figures[name])}" for name in low)
-            + (f"; cold: {_how(cold)}" if cold else ""),
-            "empty the caches (POST /flush_cache on prefill) and measure again with "
-            "--repeat 2; if the loss is back, report it with this report",
-        )
-    ]
+        return [Finding.of("MEASURE-STORAGE-WITHOUT-DRAFT", seen)]
+    return [Finding.of("MEASURE-CACHE-WITHOUT-DRAFT", seen, " and ".join(low))]
 
 
 def _handoff(measured: Measured) -> list[Finding]:
     steps = measured.by_step()
     early = _early(steps)
-    rest = steps.get(REST)
     if measured.reference is None:
-        return _unproven(early, rest)
+        return _unproven(early, steps.get(REST))
     if early.ratio is None or early.ratio >= LOSS_BELOW:
         return []
     end = measured.loss_ends_at()
@@ -144,29 +158,16 @@ def _handoff(measured: Measured) -> list[Finding]:
         else f"and no end of it in the {len(steps)} steps measured; larger "
         "--new-tokens show whether it heals"
     )
-    return [
-        Finding(
-            "MEASURE-HANDOFF",
-            "decode starts without the draft's context of the prompt",
-            f"ratio {early.ratio:.2f} at steps 1 to {STEPS}, {heals}",
-            "dspark-pd doctor --prefill URL --decode URL; prefill needs DSPARK itself, or "
-            "the handoff of hidden states",
-        )
-    ]
+    seen = f"ratio {early.ratio:.2f} at steps 1 to {STEPS}, {heals}"
+    return [Finding.of("MEASURE-HANDOFF", seen)]
 
 
 def _unproven(early: Figure, rest: Figure | None) -> list[Finding]:
     mine, later = early.accept_length, rest.accept_length if rest else None
     if not mine or not later or mine >= LOSS_BELOW * later:
         return []
-    return [
-        Finding(
-            "MEASURE-EARLY-STEPS",
-            "decode may start without the draft's context; the prompts may explain it too",
-            f"accept length {mine:.2f} at steps 1 to {STEPS}, {later:.2f} after them",
-            "measure again with --reference URL of one server that runs the same models",
-        )
-    ]
+    seen = f"accept length {mine:.2f} at steps 1 to {STEPS}, {later:.2f} after them"
+    return [Finding.of("MEASURE-EARLY-STEPS", seen)]
 
 
 def _early(figures: Mapping[str, Figure]) -> Figure:

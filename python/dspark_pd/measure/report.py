@@ -164,8 +164,9 @@ def as_lines(
 
 
 def _table(measured: Measured) -> list[str]:
+    """One line for each figure; the time to the first token is a median."""
     with_reference = measured.reference is not None
-    rows = [("", "requests", "accept length", "reference", "ratio")]
+    rows = [_HEADER]
     rows.append(_row("all", measured.overall))
     titles = {
         "step": "step {}",
@@ -180,17 +181,29 @@ def _table(measured: Measured) -> list[str]:
             title = f"steps {REST}" if name == REST else titles[kind].format(name)
             rows.append(_row(title, figure))
     width = max(len(row[0]) for row in rows)
-    shown = 5 if with_reference else 3
+    shown = len(_HEADER) if with_reference else 4
     return [
         "  ".join([row[0].ljust(width), *(c.rjust(13) for c in row[1:shown])]).rstrip()
         for row in rows
     ]
 
 
-def _row(title: str, figure: Figure) -> tuple[str, str, str, str, str]:
+_HEADER: Final = (
+    "",
+    "requests",
+    "first token",
+    "accept length",
+    "reference",
+    "ratio",
+)
+
+
+def _row(title: str, figure: Figure) -> tuple[str, ...]:
+    first = figure.median_ttft_ms
     return (
         title,
         str(figure.requests),
+        "" if first is None else f"{first:.0f} ms",
         _number(figure.accept_length, 2),
         _number(figure.reference, 2),
         _number(figure.ratio, 3),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dspark_pd.measure.client import Served
@@ -30,6 +30,7 @@ class Figure:
     tokens: int
     verify_steps: int
     reference: float | None = None
+    median_ttft_ms: float | None = None
 
     @property
     def accept_length(self) -> float | None:
@@ -48,6 +49,8 @@ class Figure:
             "spec_verify_ct": self.verify_steps,
             "accept_length": _rounded(self.accept_length),
         }
+        if self.median_ttft_ms is not None:
+            found["median_ttft_ms"] = _rounded(self.median_ttft_ms)
         if self.reference is not None:
             found["reference_accept_length"] = _rounded(self.reference)
             found["ratio"] = _rounded(self.ratio)
@@ -64,7 +67,7 @@ class Speed:
 
     @classmethod
     def of(cls, served: Sequence[Served], seconds: float) -> Speed:
-        first = [1000 * s.first_token_s for s in served if s.first_token_s is not None]
+        first = _first_tokens_ms(served)
         tokens = sum(s.completion_tokens for s in served)
         return cls(
             tokens / seconds if seconds else None,
@@ -203,12 +206,19 @@ class Measured:
 
 
 def _beside(figure: Figure, reference: float | None) -> Figure:
-    return Figure(figure.requests, figure.tokens, figure.verify_steps, reference)
+    return replace(figure, reference=reference)
 
 
 def _total(served: Sequence[Served]) -> Figure:
     tokens = sum(s.completion_tokens for s in served)
-    return Figure(len(served), tokens, sum(s.verify_steps or 0 for s in served))
+    steps = sum(s.verify_steps or 0 for s in served)
+    first = _first_tokens_ms(served)
+    median = statistics.median(first) if first else None
+    return Figure(len(served), tokens, steps, median_ttft_ms=median)
+
+
+def _first_tokens_ms(served: Sequence[Served]) -> list[float]:
+    return [1000 * s.first_token_s for s in served if s.first_token_s is not None]
 
 
 def by_step(requests: Sequence[Sequence[int]]) -> dict[str, Figure]:

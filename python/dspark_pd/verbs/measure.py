@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from dspark_pd.measure.runner import run as send
 from dspark_pd.measure.statistics import Measured
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import refuse
-from dspark_pd.messages.result import Result
+from dspark_pd.messages.result import Result, count
 from dspark_pd.verbs.servers import add_api_key, api_key, seconds
 
 _LOOK_S = 10.0
@@ -286,7 +286,7 @@ def _refuse_first(option: str, found: Deployment, first: Served) -> None:
     )
 
 
-def _say(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _say(options: argparse.Namespace) -> Callable[[str], None]:
     def say(text: str) -> None:
         if not options.quiet:
             print(f"[measure] {text}", file=sys.stderr, flush=True)
@@ -336,8 +336,8 @@ def _remarks(measured: Measured, complete: bool) -> Iterator[str]:
         yield "interrupted: the figures are of the requests that were answered until then"
     if measured.unread_steps:
         yield (
-            f"{measured.unread_steps} requests came with merged events: they are in no "
-            "step's figure; use --endpoint generate, a lower --concurrency, or a server "
+            f"{count(measured.unread_steps, 'request')} came with merged events and no "
+            "step's figure has them; use --endpoint generate, a lower --concurrency, or a server "
             "with --stream-interval 1"
         )
     same = measured.same_text
