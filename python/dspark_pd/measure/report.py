@@ -166,7 +166,7 @@ def as_lines(
 def _table(measured: Measured) -> list[str]:
     """One line for each figure; the time to the first token is a median."""
     with_reference = measured.reference is not None
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     rows.append(_row("all", measured.overall))
     titles = {
         "step": "step {}",
