@@ -137,9 +137,13 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupt(options: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("dspark_pd.verbs.apply.run", interrupt)
+    assert main(["apply"]) == 130
+    assert "apply or revert" in capsys.readouterr().err
     monkeypatch.setattr("dspark_pd.verbs.listing.run", interrupt)
     assert main(["list"]) == 130
-    assert "apply or revert" in capsys.readouterr().err
+    # It changes nothing: there is nothing to go on with.
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_output_closed_by_its_reader_is_not_an_error() -> None:
