@@ -238,8 +238,8 @@ def measure(url: str, reference: str) -> dict[str, Any]:
     """What `dspark-pd measure` says, without what differs from run to run."""
     # Keys fit in the sliding draft's window; the answers hold several of them.
     command = ["measure", "--url", url, "--reference", reference, "--json", "-q"]
-    command += ["--requests", "24", "--seed", "7", "--prompt-length", "96"]
-    command += ["--new-tokens", "96", "--concurrency", "2"]
+    command += ["--requests", "12", "--seed", "7", "--prompt-length", "96"]
+    command += ["--new-tokens", "96", "--concurrency", "3"]
     done = subprocess.run(
         [sys.executable, "-m", "dspark_pd", *command],
         capture_output=True,
