@@ -6,7 +6,7 @@ as `spec_accept_length`; 1 means that nothing was accepted, gamma + 1 is the mos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ class Report:
 
     def table(self) -> str:
         """One line per run, aligned, with a header."""
-        return _aligned([_HEADER, *(self._row(run) for run in self.runs)])
+        return _aligned([_HEADER, *(self._row(run) for run in self.runs)], _LEFT)
 
     def step_table(self) -> str:
         """Accept length by verify step of the runs that speculate; "" without any."""
@@ -177,7 +177,7 @@ class Report:
             if run.by_step
         ]
         head = ("accept length at step", *map(str, _STEPS_SHOWN))
-        return _aligned([head, *rows]) if rows else ""
+        return _aligned([head, *rows], {0}) if rows else ""
 
     def _row(self, run: Run) -> tuple[str, ...]:
         reference = self.reference(run)
@@ -211,9 +211,9 @@ _LEFT = {0, 8}
 _STEPS_SHOWN = range(1, 9)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def _aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+    lines = ["  ".join(_cells(row, widths, left)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
@@ -222,9 +222,11 @@ def _shown(figure: Figure | None) -> str:
     return f"{figure.accept_length:.2f}" if figure and figure.accept_length else "-"
 
 
-def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _cells(
+    row: Sequence[str], widths: Sequence[int], left: Container[int]
+) -> list[str]:
     return [
-        text.ljust(width) if i in _LEFT else text.rjust(width)
+        text.ljust(width) if i in left else text.rjust(width)
         for i, (text, width) in enumerate(zip(row, widths, strict=True))
     ]
 
