@@ -12,7 +12,7 @@ Line = Mapping[str, float]
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 44, 64
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
-_DASHES: Final = ("", "6 3", "2 3", "8 3 2 3", "1 2")
+_DASHES: Final = ("none", "6 3", "2 3", "8 3 2 3", "1 2")
 
 
 def draw(lines: Mapping[str, Line], title: str, source: str = "") -> str:
