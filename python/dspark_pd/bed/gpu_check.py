@@ -129,6 +129,7 @@ WAVES: tuple[Wave, ...] = (
                 "unified",
                 (
                     *("--requests", "16", "--concurrency", "16"),
+                    *("--new-tokens", "160"),
                     *("--assert", "failed==0", "--assert", _RATIO),
                 ),
                 log=("small-decode", r"#retracted_reqs: [1-9]"),
@@ -137,6 +138,7 @@ WAVES: tuple[Wave, ...] = (
         {
             "small-decode": {
                 "max-total-tokens": _FEW_TOKENS,
+                "num-reserved-decode-tokens": 8,
                 "disaggregation-decode-retraction-backup": None,
             }
         },
