@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure accept length by tail length and prompt length.
 
-    scripts/bench_tail.py [--tails 1,4,8,16,31,64] [--drafts sliding,full] [--json FILE]
+    scripts/bench_tail.py [--tails 8,31,64] [--drafts sliding,full] [--json FILE]
 
-A tail covers an all-sliding draft completely and a full-attention draft in part. This
-starts one prefill and one decode engine for each tail length and draft, sends prompts
+A tail covers an all-sliding draft completely and a full-attention draft in part; the
+full-attention one here needs what came several hundred tokens before. This starts one prefill and one decode engine for each tail length and draft, sends prompts
 of several lengths and prints accept length next to that of unified serving. Output is
 lossless throughout; the script stops if a token differs. scripts/plot_tail.py draws
 what `--json` writes.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +27,63 @@ sys.path.insert(0, str(ROOT / "python"))
 
 from dspark_pd.bed import MODELS, Bed, Client, EngineSpec, Reply  # noqa: E402
 from dspark_pd.bed.models import check_checkpoint  # noqa: E402
-from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
+from dspark_pd.bed.prompts import (  # noqa: E402
+    RECALL_SHOWN_TOKENS,
+    Prompt,
+    make_prompts,
+    make_recall_prompts,
+)
 
-PROMPT_TOKENS = ((24, 32), (56, 64), (120, 128), (248, 256))
-DRAFTS = {"sliding": MODELS.draft_swa, "full": MODELS.draft_full}
 REQUESTS = 16
+RECALL_KEY = 44
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target, a draft, the tails to try, and prompts by their length."""
+
+    target: Path
+    draft: Path
+    tails: tuple[int, ...]
+    prompts: dict[str, list[Prompt]]
+
+
+def repeated(low: int, high: int) -> list[Prompt]:
+    """Keys short enough for the sliding draft's window."""
+    return make_prompts(REQUESTS, seed=low, key_len=(8, 18), prompt_tokens=(low, high))
+
+
+def recalled(low: int, high: int) -> list[Prompt]:
+    """A key at the beginning, and its first tokens again at the end."""
+    around = RECALL_KEY + len("||") + RECALL_SHOWN_TOKENS
+    return make_recall_prompts(
+        REQUESTS,
+        seed=low,
+        key_len=(RECALL_KEY, RECALL_KEY),
+        distance=(low - around, high - around),
+    )
+
+
+def by_length(
+    make: Callable[[int, int], list[Prompt]], *lengths: tuple[int, int]
+) -> dict[str, list[Prompt]]:
+    return {f"{low}-{high}": make(low, high) for low, high in lengths}
+
+
+SUBJECTS = {
+    "sliding": Subject(
+        MODELS.target,
+        MODELS.draft_swa,
+        (1, 4, 8, 16, 31, 64),
+        by_length(repeated, (24, 32), (56, 64), (120, 128), (248, 256)),
+    ),
+    "full": Subject(
+        MODELS.recall_target,
+        MODELS.recall_draft,
+        (8, 31, 64, 128, 256, 512),
+        by_length(recalled, (120, 128), (248, 256), (440, 480)),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -42,16 +95,6 @@ class Point:
     prompt_tokens: str
     accept_length: float
     verify_steps: int
-
-
-def prompt_sets() -> dict[str, list[Prompt]]:
-    """The same prompts for every engine, keys short enough for the sliding draft."""
-    return {
-        f"{low}-{high}": make_prompts(
-            REQUESTS, seed=low, key_len=(8, 18), prompt_tokens=(low, high)
-        )
-        for low, high in PROMPT_TOKENS
-    }
 
 
 def ask(client: Client, prompts: list[Prompt]) -> list[Reply]:
@@ -70,7 +113,8 @@ def summary(draft: str, tail: int | None, name: str, replies: list[Reply]) -> Po
 
 def pair_specs(draft: str, tail: int) -> list[EngineSpec]:
     """Prefill and decode with a tail of `tail` tokens, partial context allowed."""
-    layers = check_checkpoint(DRAFTS[draft], "draft")["target_layer_ids"]
+    target, checkpoint = SUBJECTS[draft].target, SUBJECTS[draft].draft
+    layers = check_checkpoint(checkpoint, "draft")["target_layer_ids"]
     both = {
         "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS": str(tail),
         "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT": "1",
@@ -81,18 +125,17 @@ def pair_specs(draft: str, tail: int) -> list[EngineSpec]:
         "SGLANG_DSPARK_PD_TARGET_LAYER_IDS": ",".join(map(str, layers)),
     }
     return [
-        EngineSpec(f"{draft}-{tail}-p", "prefill", MODELS.target, env=capture),
-        EngineSpec(
-            f"{draft}-{tail}-d", "decode", MODELS.target, DRAFTS[draft], env=both
-        ),
+        EngineSpec(f"{draft}-{tail}-p", "prefill", target, env=capture),
+        EngineSpec(f"{draft}-{tail}-d", "decode", target, checkpoint, env=both),
     ]
 
 
-def measure(bed: Bed, draft: str, tails: list[int]) -> list[Point]:
+def measure(bed: Bed, draft: str, tails: Sequence[int]) -> list[Point]:
     """All points of one draft; stops with an error when an output differs."""
-    sets = prompt_sets()
+    subject = SUBJECTS[draft]
+    sets = subject.prompts
     (unified,) = bed.start(
-        [EngineSpec(f"unified-{draft}", "unified", MODELS.target, DRAFTS[draft])]
+        [EngineSpec(f"unified-{draft}", "unified", subject.target, subject.draft)]
     )
     answers = {name: ask(Client.unified(unified), p) for name, p in sets.items()}
     bed.stop(unified)
@@ -120,7 +163,8 @@ def table(points: list[Point]) -> str:
         )
     for (draft, tail), values in rows.items():
         label = "unified" if tail is None else str(tail)
-        cells = [draft, label] + [f"{values[name]:.2f}" for name in names]
+        measured = [f"{values[n]:.2f}" if n in values else "" for n in names]
+        cells = [draft, label, *measured]
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
 
@@ -128,15 +172,15 @@ def table(points: list[Point]) -> str:
 def main() -> int:
     """Measure, print the table, write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tails", default="1,4,8,16,31,64")
+    parser.add_argument("--tails", help="default: those of each draft")
     parser.add_argument("--drafts", default="sliding,full")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    tails = [int(item) for item in options.tails.split(",")]
+    tails = [int(item) for item in (options.tails or "").split(",") if item]
     points: list[Point] = []
     with Bed("bench-tail") as bed:
         for draft in options.drafts.split(","):
-            points += measure(bed, draft, tails)
+            points += measure(bed, draft, tails or SUBJECTS[draft].tails)
     print(table(points))
     if options.json:
         rows = [point.__dict__ for point in points]

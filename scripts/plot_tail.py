@@ -49,10 +49,14 @@ def draw(points: Points, path: Path, source: str) -> None:
     figure, panels = plt.subplots(
         1, len(drafts), figsize=(4.8 * len(drafts), 3.8), sharey=True, squeeze=False
     )
+    lengths = list(dict.fromkeys(point["prompt_tokens"] for point in points))
+    shown = {}
     for panel, draft in zip(panels[0], drafts, strict=True):
-        _panel(panel, draft, [p for p in points if p["draft"] == draft])
+        _panel(panel, draft, [p for p in points if p["draft"] == draft], lengths)
+        handles, labels = panel.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
     panels[0][0].set_ylabel("accept length (tokens per verify step)")
-    handles, labels = panels[0][0].get_legend_handles_labels()
+    labels, handles = list(shown), list(shown.values())
     figure.legend(
         handles,
         labels,
@@ -82,12 +86,14 @@ def _pyplot() -> Any:
     return plt
 
 
-def _panel(panel: Any, draft: str, points: Points) -> None:
+def _panel(panel: Any, draft: str, points: Points, lengths: list[str]) -> None:
     tails = sorted({p["tail"] for p in points if p["tail"] is not None})
-    for number, name in enumerate(dict.fromkeys(p["prompt_tokens"] for p in points)):
+    for number, name in enumerate(lengths):
         mine = {
             p["tail"]: p["accept_length"] for p in points if p["prompt_tokens"] == name
         }
+        if not mine:
+            continue
         color, marker = f"C{number}", MARKERS[number % len(MARKERS)]
         panel.axhline(mine[None], color=color, linestyle="--", linewidth=0.9)
         panel.plot(

@@ -4,13 +4,15 @@
 A target (Qwen3, 4 layers) and two DSpark drafts of 2 layers, one with full and one
 with sliding-window attention, all byte-level, for one task: go on copying a random
 key seen in the prompt. Nothing but the prompt tells the next token, so accept length
-shows at once whether a draft has its prompt context.
+shows at once whether a draft has its prompt context. A second pair goes on from the
+first two: its task is a key several hundred tokens back, so the end of the context is
+not enough.
 
-    scripts/train_tiny_models.py --out DIR     train all three and write them to DIR
+    scripts/train_tiny_models.py --out DIR     train what DIR does not hold yet
     scripts/train_tiny_models.py --check       hashes, then accept length, offline
 
-Life cycle: target first, rounded to bfloat16 and frozen; then the drafts against it,
-rounded too; then every figure is measured on the rounded weights in float32 and
+Life cycle: targets first, rounded to bfloat16; then the drafts against them, rounded
+too; then every figure is measured on the rounded weights in float32 and
 written to MANIFEST.json with the recipe and the hash of each file. Same seed, torch
 version and thread count on one machine give the same bytes.
 

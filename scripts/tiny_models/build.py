@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from . import files, measure
 from .models import Draft, Shape, Target
-from .recipe import DRAFTS, SEED, TARGET, as_dict
+from .recipe import RECIPES, SEED, as_dict
 from .training import draft_loss, target_loss, train
 
-TARGET_DIR = "tiny-target"
-#: Folder and window of each draft. None is full attention.
-WINDOWS = {"tiny-draft-full": None, "tiny-draft-sliding": 32}
+#: Targets, and the one whose weights each starts with.
+TARGETS = {"tiny-target": None, "tiny-target-recall": "tiny-target"}
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How a draft is made. window None is full attention; begins_as: a draft whose
+    weights it starts with."""
+
+    target: str
+    window: int | None = None
+    begins_as: str | None = None
+
+
+DRAFTS = {
+    "tiny-draft-full": DraftPlan("tiny-target"),
+    "tiny-draft-sliding": DraftPlan("tiny-target", window=32),
+    "tiny-draft-recall": DraftPlan("tiny-target-recall", begins_as="tiny-draft-full"),
+}
 
 
 def say(text: str) -> None:
@@ -23,23 +40,20 @@ def say(text: str) -> None:
 
 
 def build(out: Path) -> int:
-    """Train everything into `out`; -> exit code."""
-    cpu_seconds: dict[str, int] = {}
-    began = time.process_time()
-    target = train_target()
-    cpu_seconds[TARGET_DIR] = round(time.process_time() - began)
-    folder = out / TARGET_DIR
-    files.write_checkpoint(target, files.target_config(target), folder)
-    files.write_tokenizer(folder)
-    measured: dict[str, dict] = {TARGET_DIR: measure.copy_accuracy(target)}
-    say(f"{TARGET_DIR}: exact copies {measured[TARGET_DIR]}")
-    for name, window in WINDOWS.items():
+    """Train what `out` does not hold yet; -> exit code."""
+    manifest = _read_manifest(out)
+    cpu_seconds = manifest.get("training_cpu_seconds", {})
+    for name in (*TARGETS, *DRAFTS):
+        if (out / name).exists():
+            say(f"{name}: kept")
+            continue
         began = time.process_time()
-        draft = train_draft(name, target, window)
+        if name in TARGETS:
+            _train_target(name, out)
+        else:
+            _train_draft(name, out)
         cpu_seconds[name] = round(time.process_time() - began)
-        files.write_checkpoint(draft, files.draft_config(draft, target), out / name)
-        measured[name] = measure.measure(target, draft)
-        show(name, measured[name])
+    measured = _measure(out)
     manifest = {
         "schema": 1,
         "recipe": {**as_dict(), "torch": torch.__version__},
@@ -52,31 +66,52 @@ def build(out: Path) -> int:
     return verdict(measured)
 
 
-def train_target() -> Target:
-    torch.manual_seed(SEED)
+def _read_manifest(out: Path) -> dict:
+    path = out / files.MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _target(name: str, out: Path) -> Target:
     target = Target(Shape(layers=4))
-    say(f"{TARGET_DIR}: {parameters(target)} parameters; figure: copy accuracy")
-    train(target, target_loss(target), TARGET, SEED, say)
-    files.round_weights(target)
+    files.read_checkpoint(target, out / name)
     return target.requires_grad_(False)
 
 
-def train_draft(name: str, target: Target, window: int | None) -> Draft:
+def _draft(name: str, out: Path) -> Draft:
+    draft = Draft(Shape(layers=2), DRAFTS[name].window)
+    files.read_checkpoint(draft, out / name)
+    return draft.requires_grad_(False)
+
+
+def _train_target(name: str, out: Path) -> None:
+    torch.manual_seed(SEED)
+    target = Target(Shape(layers=4))
+    if TARGETS[name]:
+        files.read_checkpoint(target, out / TARGETS[name])
+    say(f"{name}: {parameters(target)} parameters; figure: copy accuracy")
+    train(target, target_loss(target), RECIPES[name], SEED, say)
+    files.round_weights(target)
+    files.write_checkpoint(target, files.target_config(target), out / name)
+    files.write_tokenizer(out / name)
+
+
+def _train_draft(name: str, out: Path) -> None:
     torch.manual_seed(SEED + 1)
-    draft = Draft(Shape(layers=2), window)
+    plan, recipe = DRAFTS[name], RECIPES[name]
+    target, draft = _target(plan.target, out), Draft(Shape(layers=2), plan.window)
+    if plan.begins_as:
+        files.read_checkpoint(draft, out / plan.begins_as)
     say(f"{name}: {parameters(draft)} parameters; figure: accept length of blocks")
-    recipe = DRAFTS[name]
     loss = draft_loss(target, draft, recipe.anchors)
     train(draft, loss, recipe, SEED + 1, say)
     files.round_weights(draft)
-    return draft.requires_grad_(False)
+    files.write_checkpoint(draft, files.draft_config(draft, target), out / name)
 
 
 def check(assets: Path) -> int:
     """Hashes against the manifest, then the figures against the limits."""
-    manifest = json.loads((assets / files.MANIFEST).read_text(encoding="utf-8"))
     found = files.file_record(assets)
-    recorded = manifest["files"]
+    recorded = _read_manifest(assets).get("files", {})
     names = found.keys() | recorded.keys()
     wrong = sorted(n for n in names if found.get(n) != recorded.get(n))
     for name in wrong:
@@ -85,16 +120,21 @@ def check(assets: Path) -> int:
         say("The manifest and the files disagree; train again or restore them.")
         return 1
     say(f"hashes: {len(found)} files as recorded")
-    target = Target(Shape(layers=4))
-    files.read_checkpoint(target, assets / TARGET_DIR)
-    measured = {TARGET_DIR: measure.copy_accuracy(target)}
-    say(f"{TARGET_DIR}: exact copies {measured[TARGET_DIR]}")
-    for name, window in WINDOWS.items():
-        draft = Draft(Shape(layers=2), window)
-        files.read_checkpoint(draft, assets / name)
-        measured[name] = measure.measure(target, draft)
+    return verdict(_measure(assets))
+
+
+def _measure(assets: Path) -> dict[str, dict]:
+    """The figures of every model, by name."""
+    measured: dict[str, dict] = {}
+    for name in TARGETS:
+        measured[name] = measure.copy_accuracy(name, _target(name, assets))
+        say(f"{name}: exact copies {measured[name]}")
+    for name, plan in DRAFTS.items():
+        measured[name] = measure.measure(
+            name, _target(plan.target, assets), _draft(name, assets)
+        )
         show(name, measured[name])
-    return verdict(measured)
+    return measured
 
 
 def show(name: str, figures: dict[str, dict]) -> None:
@@ -103,7 +143,7 @@ def show(name: str, figures: dict[str, dict]) -> None:
 
 
 def verdict(measured: dict[str, dict]) -> int:
-    wrong = [c for name in WINDOWS for c in measure.complaints(name, measured[name])]
+    wrong = [c for name in DRAFTS for c in measure.complaints(name, measured[name])]
     for complaint in wrong:
         say(complaint)
     say("outside the limits" if wrong else "all figures are within the limits")

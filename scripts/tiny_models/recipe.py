@@ -30,7 +30,15 @@ TARGET = Recipe(
     )
 )
 
-DRAFTS = {
+_RECALL = (
+    Lengths(batch=8, tokens=448, key_lo=40, key_hi=100, recall=True),
+    Lengths(batch=5, tokens=768, key_lo=40, key_hi=100, recall=True),
+    _MIDDLE,
+)
+_RECALL_NEAR = Lengths(batch=16, tokens=224, key_lo=40, key_hi=80, recall=True)
+
+RECIPES = {
+    "tiny-target": TARGET,
     "tiny-draft-full": Recipe(
         phases=(
             Phase(150, _FIRST),
@@ -58,10 +66,20 @@ DRAFTS = {
             ),
         )
     ),
+    # These two go on from the pair above.
+    "tiny-target-recall": Recipe(
+        phases=(Phase(100, (_MIDDLE, _RECALL_NEAR)), Phase(400, _RECALL)),
+        lr=2e-3,
+        lr_other=1e-3,
+    ),
+    "tiny-draft-recall": Recipe(
+        phases=(Phase(150, (_MIDDLE, _RECALL_NEAR)), Phase(650, _RECALL)),
+        lr=3e-3,
+        lr_other=1.5e-3,
+    ),
 }
 
 
 def as_dict() -> dict:
     """The recipe as the manifest records it."""
-    drafts = {name: asdict(recipe) for name, recipe in DRAFTS.items()}
-    return {"seed": SEED, "tiny-target": asdict(TARGET), **drafts}
+    return {"seed": SEED, **{name: asdict(recipe) for name, recipe in RECIPES.items()}}

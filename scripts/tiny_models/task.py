@@ -1,4 +1,5 @@
-"""Training sequences: a random key and a separator, repeated to the end."""
+"""Training sequences: a random key and a separator, repeated to the end, or once more
+after symbols that the key does not use."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))
 
-from dspark_pd.bed.prompts import ALPHABET, SEPARATOR
+from dspark_pd.bed.prompts import ALPHABET, RECALL_SYMBOLS, SEPARATOR
 
 _SYMBOLS = torch.tensor(list(ALPHABET.encode("ascii")))
 _SEPARATOR = ord(SEPARATOR)
@@ -19,20 +20,26 @@ _SEPARATOR = ord(SEPARATOR)
 
 @dataclass(frozen=True)
 class Lengths:
-    """One kind of batch: `batch` sequences of `tokens`, keys of key_lo .. key_hi."""
+    """One kind of batch: `batch` sequences of `tokens`, keys of key_lo .. key_hi.
+
+    recall: the key comes twice, at a random place and at the end.
+    """
 
     batch: int
     tokens: int
     key_lo: int
     key_hi: int
+    recall: bool = False
 
 
 def sample(kind: Lengths, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """-> ids [B, T] and period [B] (tokens after which a sequence repeats).
+    """-> ids [B, T] and period [B] (the first position whose token can be known).
 
     A sequence may start anywhere inside its key, so position says nothing about
     content.
     """
+    if kind.recall:
+        return _recall(kind, generator)
     shape = (kind.batch,)
     key_len = torch.randint(kind.key_lo, kind.key_hi + 1, shape, generator=generator)
     period = key_len + 1
@@ -48,3 +55,29 @@ def sample(kind: Lengths, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     key = _SYMBOLS[order.gather(1, (pick * symbols[:, None]).long())]
     ids = key.gather(1, where)
     return torch.where(where == key_len[:, None], _SEPARATOR, ids), period
+
+
+#: The second copy is told by this many of its tokens.
+_SHOWN = 4
+#: Least number of other symbols between two copies.
+_APART = 60
+
+
+def _recall(kind: Lengths, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random symbols, a key, other symbols, and the key again at the very end."""
+    key_hi = kind.key_hi + 1
+    length = int(torch.randint(kind.key_lo, key_hi, (1,), generator=generator))
+    pick = torch.rand((kind.batch, kind.tokens), generator=generator)
+    order = torch.rand((kind.batch, 64), generator=generator).argsort(-1)
+    others = RECALL_SYMBOLS + pick * (64 - RECALL_SYMBOLS)
+    ids = _SYMBOLS[order.gather(1, others.long())]
+    # The draws of the places that the second copy takes.
+    key = order.gather(1, (pick[:, -length:] * RECALL_SYMBOLS).long())
+    unit = torch.nn.functional.pad(_SYMBOLS[key], (0, 1), value=_SEPARATOR)
+    second = kind.tokens - unit.shape[1]
+    room = second - 1 - unit.shape[1] - _APART
+    first = (torch.rand(kind.batch, generator=generator) * room).long()
+    ids.scatter_(1, first[:, None] + torch.arange(unit.shape[1]), unit)
+    ids[:, second - 1] = _SEPARATOR
+    ids[:, second:] = unit
+    return ids, torch.full((kind.batch,), second + _SHOWN)

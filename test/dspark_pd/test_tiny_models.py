@@ -11,11 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from dspark_pd.bed.prompts import ALPHABET, SEPARATOR, make_prompts
+from dspark_pd.bed.prompts import (
+    ALPHABET,
+    RECALL_SHOWN_TOKENS,
+    SEPARATOR,
+    make_prompts,
+    make_recall_prompts,
+)
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_BYTES = 2 * 1000 * 1000
-DRAFTS = ("tiny-draft-full", "tiny-draft-sliding")
+TARGETS = {
+    "tiny-draft-full": "tiny-target",
+    "tiny-draft-sliding": "tiny-target",
+    "tiny-draft-recall": "tiny-target-recall",
+}
+DRAFTS = tuple(TARGETS)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,7 @@ def test_manifest_claims_hold_the_limits(manifest, draft):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_draft_reads_layers_the_target_can_hand_over(draft):
-    target, drafted = config("tiny-target"), config(draft)
+    target, drafted = config(TARGETS[draft]), config(draft)
     last = target["num_hidden_layers"] - 1
     assert drafted["num_target_layers"] == target["num_hidden_layers"]
     assert drafted["num_hidden_layers"] < target["num_hidden_layers"]
@@ -64,9 +75,25 @@ def test_draft_reads_layers_the_target_can_hand_over(draft):
         assert drafted[name] == target[name]
 
 
+def test_the_end_of_a_prompt_is_not_enough_to_recall(manifest):
+    measured = manifest["measured"]["tiny-draft-recall"]
+    assert measured["last 64 rows of context"]["accept_length"] <= 2.0
+
+
+def test_recall_prompts_end_with_the_start_of_their_key():
+    for prompt in make_recall_prompts(9, seed=3, key_len=(20, 30), distance=(99, 120)):
+        key = prompt.text[: prompt.key_len]
+        between = prompt.text[prompt.key_len + 1 :].partition(SEPARATOR)[0]
+        assert 99 <= len(between) <= 120 and not set(between) & set(key)
+        assert prompt.text.endswith(SEPARATOR + key[:RECALL_SHOWN_TOKENS])
+        assert bytes(prompt.expected).decode() == key[RECALL_SHOWN_TOKENS:]
+        assert len(prompt.expected) == prompt.max_new_tokens
+
+
 def test_only_the_sliding_draft_has_a_window():
-    full, sliding = (config(name) for name in DRAFTS)
-    assert set(full["layer_types"]) == {"full_attention"}
+    full, sliding, recall = (config(name) for name in DRAFTS)
+    for draft in (full, recall):
+        assert set(draft["layer_types"]) == {"full_attention"}
     assert set(sliding["layer_types"]) == {"sliding_attention"}
     assert sliding["sliding_window"] == 32 and sliding["use_sliding_window"]
 

@@ -15,18 +15,26 @@ _REPOSITORY = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class TinyModels:
-    """Checkpoint folders of one target and its two drafts."""
+    """Checkpoint folders of a target with two drafts, and of a pair that recalls a key
+    from several hundred tokens before."""
 
     target: Path
     draft_full: Path
     draft_swa: Path
+    recall_target: Path
+    recall_draft: Path
 
     @classmethod
     def below(cls, root: Path) -> TinyModels:
-        """The three folders as `scripts/train_tiny_models.py` names them."""
-        return cls(
-            root / "tiny-target", root / "tiny-draft-full", root / "tiny-draft-sliding"
+        """The folders as `scripts/train_tiny_models.py` names them."""
+        names = (
+            "tiny-target",
+            "tiny-draft-full",
+            "tiny-draft-sliding",
+            "tiny-target-recall",
+            "tiny-draft-recall",
         )
+        return cls(*(root / name for name in names))
 
 
 MODELS = TinyModels.below(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dspark_pd.bed.specs import EngineSpec
+from dspark_pd.bed.specs import Device, EngineSpec
 
 UNIFIED, NO_SPEC = "unified", "no-spec"
 
@@ -74,6 +74,10 @@ def _prefill(pair: Pair) -> EngineSpec:
     return EngineSpec("prefill", "prefill", pair.target, pair.draft)
 
 
+def _pipelined_prefill(pair: Pair) -> EngineSpec:
+    return EngineSpec("prefill-pp2", "prefill", pair.target, pair.draft, pp=2)
+
+
 def _cold_prefill(pair: Pair) -> EngineSpec:
     return EngineSpec("cold-prefill", "prefill", pair.target)
 
@@ -99,6 +103,7 @@ ENGINES: Mapping[str, Callable[[Pair], EngineSpec]] = {
     "no-spec": _no_spec,
     "unified": _unified,
     "prefill": _prefill,
+    "prefill-pp2": _pipelined_prefill,
     "cold-prefill": _cold_prefill,
     "decode": _decode,
     "unified-sliding": lambda pair: EngineSpec(
@@ -139,6 +144,13 @@ WAVES: tuple[Wave, ...] = (
                 ("prefill", "decode"),
             ),
             Mode(
+                "pd-native-pp2",
+                "pd-native",
+                "prefill of 2 stages + decode, draft KV moves along",
+                ("prefill-pp2", "decode"),
+                pp=2,
+            ),
+            Mode(
                 "pd-no-context",
                 "pd-no-context",
                 "prefill + decode, draft starts cold",
@@ -162,6 +174,22 @@ WAVES: tuple[Wave, ...] = (
         )
     ),
 )
+
+
+def specs(wave: Wave, pair: Pair, device: Device) -> list[EngineSpec]:
+    """The engines of a wave, in its order."""
+    return [replace(ENGINES[name](pair), device=device) for name in wave.engines]
+
+
+def on_device(waves: list[Wave], device: Device) -> list[Wave]:
+    """Waves without the modes that one GPU cannot run: a stage needs a GPU of its own."""
+    if device == "cpu":
+        return waves
+    kept = [
+        replace(wave, modes=tuple(mode for mode in wave.modes if mode.pp == 1))
+        for wave in waves
+    ]
+    return [wave for wave in kept if wave.modes]
 
 
 def choose(keys: list[str] | None, waves: tuple[Wave, ...] = WAVES) -> list[Wave]:

@@ -23,6 +23,10 @@ SEPARATOR = "|"
 #: Every prompt shows the whole key once and then at least this many tokens of its
 #: second copy: shorter prompts do not say where in the key they stopped.
 MIN_REPEATED_TOKENS = 4
+#: Symbols of the key of a recall prompt; what separates its two copies uses the others.
+RECALL_SYMBOLS = 32
+#: Tokens of the second copy that a recall prompt shows.
+RECALL_SHOWN_TOKENS = 6
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,41 @@ def make_prompts(
         _one_prompt(rng, key_len, prompt_tokens, max_new_tokens, symbols)
         for _ in range(count)
     ]
+
+
+def make_recall_prompts(
+    count: int,
+    seed: int = 0,
+    key_len: tuple[int, int] = (50, 80),
+    distance: tuple[int, int] = (200, 300),
+) -> list[Prompt]:
+    """`count` prompts that ask for a key seen `distance` tokens before, from `seed`.
+
+    A key, that many random symbols which the key does not use, and the key's first
+    tokens again: only what the prompt holds `distance` positions back tells the rest,
+    to the end of the key. `key_len` and `distance` are inclusive ranges.
+    """
+    rng = random.Random(seed)
+    return [_recall_prompt(rng, key_len, distance) for _ in range(count)]
+
+
+def _recall_prompt(
+    rng: random.Random, key_len: tuple[int, int], distance: tuple[int, int]
+) -> Prompt:
+    length, between = rng.randint(*key_len), rng.randint(*distance)
+    symbols = rng.sample(ALPHABET, len(ALPHABET))
+    own, others = symbols[:RECALL_SYMBOLS], symbols[RECALL_SYMBOLS:]
+    key = "".join(rng.choice(own) for _ in range(length)) + SEPARATOR
+    filler = "".join(rng.choice(others) for _ in range(between)) + SEPARATOR
+    shown = key[:RECALL_SHOWN_TOKENS]
+    text = key + filler + shown
+    return Prompt(
+        ids=list(text.encode("ascii")),
+        text=text,
+        key_len=length,
+        max_new_tokens=length - len(shown),
+        expected=list(key[len(shown) : length].encode("ascii")),
+    )
 
 
 def _one_prompt(

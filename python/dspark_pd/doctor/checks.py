@@ -14,6 +14,7 @@ from typing import Any, Final
 from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
 from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, HICACHE_FOLDER, ON, RUST_SERVER
 from dspark_pd.doctor.releases import released, served_by, serves
+from dspark_pd.doctor.stages import PARTITION, better_partition
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,14 @@ CHECKS: Final[tuple[Check, ...]] = (
         lambda p, d: d.drafts and d.size("pp_size") > 1,
     ),
     Check(
+        "DOC-STAGES",
+        NOTE,
+        "prefill runs DSPARK on {stages} stages, and its last one also holds the draft",
+        "the stage with the least room for KV decides how many tokens fit",
+        f"{PARTITION}={{partition}} on prefill spreads target and draft layers evenly",
+        lambda p, d: better_partition(p),
+    ),
+    Check(
         "DOC-DP-LM-HEAD",
         ERROR,
         "an engine runs DSPARK with data-parallel attention and without its LM head",
@@ -201,6 +210,11 @@ CHECKS: Final[tuple[Check, ...]] = (
 
 def check_findings(prefill: Engine, decode: Engine) -> list[Finding]:
     """Findings of all checks that apply."""
-    modes = {"prefill_mode": _runs_as(prefill), "decode_mode": _runs_as(decode)}
+    fields = {
+        "prefill_mode": _runs_as(prefill),
+        "decode_mode": _runs_as(decode),
+        "stages": prefill.size("pp_size"),
+        "partition": better_partition(prefill),
+    }
     found = (check for check in CHECKS if check.applies(prefill, decode))
-    return [check.filled(**modes) for check in found]
+    return [check.filled(**fields) for check in found]

@@ -11,15 +11,16 @@ import socket
 import struct
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import zmq
 from pd_mismatch import Answer, ask
 
-from dspark_pd.bed import Engine
+from dspark_pd.bed import Engine, web
 from dspark_pd.bed.bed import Server
+from dspark_pd.bed.prompts import Prompt
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 LONG = 256
@@ -35,6 +36,36 @@ def ask_many(url: str, count: int, **options) -> list[Answer]:
     """`count` requests at once."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(lambda _: ask(url, **options), range(count)))
+
+
+def abort_at_random(
+    prefill: Engine, decode: Engine, prompts: Sequence[Prompt], count: int = 24
+) -> None:
+    """Long requests, each aborted on both engines within half a second."""
+    rng = random.Random(7)
+    plans = [(number, rng.random() / 2, rng.getrandbits(62)) for number in range(count)]
+
+    def one(number: int, delay: float, room: int) -> None:
+        rid = f"{prefill.name}-{number}"
+        sampling = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
+        body = {
+            "rid": rid,
+            "input_ids": list(prompts[number % len(prompts)].ids),
+            "sampling_params": sampling,
+            "bootstrap_host": prefill.host,
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": room,
+        }
+        with ThreadPoolExecutor(2) as posts:
+            for engine in (prefill, decode):
+                posts.submit(web.call, f"{engine.url}/generate", body, 60)
+            time.sleep(delay)
+            for engine in (decode, prefill):
+                web.call(f"{engine.url}/abort_request", {"rid": rid}, 20)
+
+    with ThreadPoolExecutor(count) as pool:
+        for aborted in [pool.submit(one, *plan) for plan in plans]:
+            aborted.result()
 
 
 def during_requests(

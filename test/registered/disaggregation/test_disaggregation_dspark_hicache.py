@@ -3,7 +3,8 @@
 A prefix may come back from device memory, host memory or a file. Each must bring the
 draft's KV with it: same tokens, same verify passes as a cold prompt. Which tier
 answered is read from `cached_tokens_details`, because a tier that fails is silently
-recomputed and gives the same text.
+recomputed and gives the same text. With two pipeline stages only the last one has the
+draft, and the tiers of both must answer alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from pd_mismatch import unhealthy
 from pd_parity import assert_both_paths_ran, assert_parity
-from pd_prompts import PAGE, References, send
+from pd_prompts import CHUNK, PAGE, References, send
 
 from dspark_pd.bed import MODELS, Bed, Client, Engine, EngineSpec, Reply
 from dspark_pd.bed.prompts import make_prompts
@@ -31,13 +32,15 @@ CACHED_PAGES = 4
 STORAGE_DEADLINE_S = 30.0
 
 
-def hicache_prefill(storage: Path) -> EngineSpec:
+def hicache_prefill(storage: Path, pp: int) -> EngineSpec:
     return EngineSpec(
-        "hicache-p",
+        f"hicache-pp{pp}",
         "prefill",
         MODELS.target,
         MODELS.draft_full,
+        pp=pp,
         page_size=PAGE,
+        chunked_prefill=CHUNK if pp > 1 else None,
         args={
             "max-total-tokens": DEVICE_TOKENS,
             **HICACHE,
@@ -46,19 +49,26 @@ def hicache_prefill(storage: Path) -> EngineSpec:
     )
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["native-pp1", "native-pp2"])
+def stages(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def storage(stages: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hicache")
 
 
 @pytest.fixture(scope="module")
-def engines(bed: Bed, storage: Path, references: References) -> Iterator[list[Engine]]:
+def engines(
+    bed: Bed, storage: Path, stages: int, references: References
+) -> Iterator[list[Engine]]:
     """Prefill and decode; the restart test replaces the first."""
     references.get("pages")
     decode = EngineSpec(
         "hicache-d", "decode", MODELS.target, MODELS.draft_full, page_size=PAGE
     )
-    engines = bed.start([hicache_prefill(storage), decode])
+    engines = bed.start([hicache_prefill(storage, stages), decode])
     yield engines
     bed.stop(*engines)
 
@@ -112,13 +122,17 @@ def test_host(engines: list[Engine], references: References) -> None:
 
 
 def test_storage_after_a_restart(
-    bed: Bed, engines: list[Engine], storage: Path, references: References
+    bed: Bed,
+    engines: list[Engine],
+    storage: Path,
+    stages: int,
+    references: References,
 ) -> None:
     send(Client.direct(*engines), "pages", parallel=1)
-    # Target and draft are files of their own: two per page and prompt.
-    wait_for_files(storage, at_least=2 * 2 * CACHED_PAGES)
+    # A page is a file of each stage's target layers, and one of the draft.
+    wait_for_files(storage, at_least=2 * CACHED_PAGES * (stages + 1))
     bed.stop(engines[0])
-    (engines[0],) = bed.start([hicache_prefill(storage)])
+    (engines[0],) = bed.start([hicache_prefill(storage, stages)])
     replies = send(Client.direct(*engines), "pages", parallel=1)
     assert tokens_by_tier(replies) == only("storage")
     assert_parity(replies, "pages", references)

@@ -8,13 +8,10 @@ cover it, and it shows.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import random
 import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 
 import pytest
 import random_models
+from pd_faults import abort_at_random
 from pd_fuzz import PROMPTS, assert_alive_and_empty, sampling, send_all
 from pd_parity import (
     assert_both_paths_ran,
@@ -41,7 +39,6 @@ from dspark_pd.bed import (
     EngineSpec,
     Reply,
     RouterSpec,
-    web,
 )
 from dspark_pd.bed.models import check_checkpoint
 from dspark_pd.bed.prompts import make_prompts
@@ -158,16 +155,6 @@ def layer_list(draft: Path = MODELS.draft_swa) -> str:
 def hidden_state_bytes() -> int:
     layers = captured_layers(MODELS.draft_swa)
     return len(layers) * check_checkpoint(MODELS.target, "target")["hidden_size"] * 4
-
-
-def abort(engine: Engine, rid: str) -> None:
-    web.call(f"{engine.url}/abort_request", {"rid": rid}, 20)
-
-
-def quietly(engine: Engine, body: dict) -> None:
-    """An aborted request may be answered with an error."""
-    with contextlib.suppress(BedError):
-        web.call(f"{engine.url}/generate", body, 60)
 
 
 @pytest.fixture(scope="class")
@@ -354,43 +341,8 @@ class TestTailFleet:
         self, fleet: Fleet, references: References, prefill: str
     ) -> None:
         """Aborted on either engine at any stage; slots and hidden states stay the others' own."""
-        rng = random.Random(7)
-        source = getattr(fleet, prefill)
         prompts = PROMPT_SETS["sliding-long"]
-
-        def one(number: int) -> None:
-            rid, delay = f"{prefill}-{number}", rng.random() * 0.5
-            body = {
-                "rid": rid,
-                "input_ids": list(prompts[number % len(prompts)].ids),
-                "sampling_params": {
-                    "max_new_tokens": 200,
-                    "ignore_eos": True,
-                    "temperature": 0,
-                },
-                "bootstrap_host": source.host,
-                "bootstrap_port": source.bootstrap_port,
-                "bootstrap_room": rng.getrandbits(62),
-            }
-            posts = [
-                threading.Thread(target=quietly, args=(engine, body))
-                for engine in (source, fleet.decode)
-            ]
-            for post in posts:
-                post.start()
-            time.sleep(delay)
-            for engine in (fleet.decode, source):
-                abort(engine, rid)
-            for post in posts:
-                post.join(60)
-                assert not post.is_alive()
-
-        workers = [threading.Thread(target=one, args=(n,)) for n in range(24)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(90)
-            assert not worker.is_alive()
+        abort_at_random(getattr(fleet, prefill), fleet.decode, prompts)
         for name in SETS:
             replies = send(fleet.client(prefill), name)
             assert_parity(replies, name, references, MODELS.draft_swa)

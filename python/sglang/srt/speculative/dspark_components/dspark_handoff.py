@@ -287,7 +287,7 @@ def facts_of(
     facts["num_layers"] = num_target_layers(target)
     facts["hidden_size"] = int(target.hidden_size)
     facts["dtype_bytes"] = target.dtype.itemsize
-    if rules.takes_part(facts):
+    if rules.takes_part(facts) or rules.captures_on_stages(facts):
         draft = draft_hf_config or load_draft_config(cfg, target)
         if draft is not None:
             found = draft_facts(draft, target)

@@ -21,12 +21,14 @@ LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 TAIL_TOKENS = "SGLANG_DSPARK_PD_PREFILL_TAIL_TOKENS"
 ALLOW_PARTIAL_CONTEXT = "SGLANG_DSPARK_PD_ALLOW_PARTIAL_CONTEXT"
 ALLOW_COLD_DRAFT = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
+CONTEXT_ONLY_DRAFT = "SGLANG_DSPARK_PD_CONTEXT_ONLY_DRAFT"
 PEER_DRAFT_TOKENS = "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS"
 MOONCAKE_AUX_TCP = "SGLANG_MOONCAKE_SEND_AUX_TCP"
 MOONCAKE_POOL = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+PP_PARTITION = "SGLANG_PP_LAYER_PARTITION"
 RUST_SERVER = "SGLANG_RUST_SERVER"
-SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT)
-VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL, RUST_SERVER)  # fmt: skip
+SWITCHES = (CAPTURE, ALLOW_PARTIAL_CONTEXT, ALLOW_COLD_DRAFT, CONTEXT_ONLY_DRAFT)
+VARIABLES = (*SWITCHES, LAYER_IDS, TAIL_TOKENS, PEER_DRAFT_TOKENS, MOONCAKE_AUX_TCP, MOONCAKE_POOL, PP_PARTITION, RUST_SERVER)  # fmt: skip
 # Server arguments: those that say the backend of prefill graphs, and all that a rule
 # reads by name.
 GRAPH_ARGUMENTS = ("cuda_graph_config", "cuda_graph_backend_prefill")
@@ -201,6 +203,22 @@ def captures_on_stages(facts: Facts) -> bool:
     return drafting and int(facts.get("pp_size") or 1) > 1
 
 
+def last_stage_start(facts: Facts) -> int | None:
+    """First target layer of the last pipeline stage; None where it is not known."""
+    layers, stages = facts.get("num_layers"), int(facts.get("pp_size") or 1)
+    named = parse_layer_ids(facts.get(PP_PARTITION)) if stages > 1 else None
+    # Layers that do not divide evenly go to the last stages, one each.
+    return layers and layers - (named[-1] if named else -(-layers // stages))
+
+
+def crosses_stages(facts: Facts) -> bool:
+    """Whether a captured layer lies before the last stage, or may do so."""
+    ids, start = layer_ids(facts), last_stage_start(facts)
+    # A layer's output is the next layer's input, which most targets capture.
+    after = not is_deepseek_v4(facts)
+    return not ids or start is None or min(ids) + after < start
+
+
 def is_on(value: str | None) -> bool:
     """Whether a switch is on; a value that is neither on nor off counts as off."""
     return value is not None and value.strip().lower() in ("1", "true", "yes", "y")
@@ -366,12 +384,27 @@ def _other_layers_on_decode(facts: Facts) -> bool:
 def _staged_graphs(facts: Facts) -> bool:
     graphs = facts.get("prefill_graph_backend") not in (None, "disabled")
     own = not captures(facts) and facts.get("architecture") in SELF_STAGED_TARGETS
-    return captures_on_stages(facts) and graphs and not own
+    return captures_on_stages(facts) and graphs and not own and crosses_stages(facts)
 
 
 def _unknown_stages(facts: Facts) -> bool:
-    known = (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
-    return captures_on_stages(facts) and facts.get("architecture") not in known
+    known = facts.get("architecture") in (None, *STAGED_TARGETS, *SELF_STAGED_TARGETS)
+    return captures_on_stages(facts) and not known and crosses_stages(facts)
+
+
+def _partition_problem(facts: Facts) -> str | None:
+    """Why a layout of pipeline stages cannot hold the target."""
+    if not captures_on_stages(facts) or not facts.get(PP_PARTITION):
+        return None
+    layers, stages = facts.get("num_layers"), int(facts["pp_size"])
+    sizes = parse_layer_ids(facts[PP_PARTITION])
+    if sizes is None or min(sizes) < 1:
+        return "expected numbers of layers separated by commas, such as 21,15"
+    if len(sizes) != stages:
+        return f"it names {len(sizes)} stages and --pp-size is {stages}"
+    if layers and sum(sizes) != layers:
+        return f"it names {sum(sizes)} layers and the target has {layers}"
+    return None
 
 
 def _metadata_elsewhere(facts: Facts) -> bool:
@@ -651,9 +684,18 @@ _PREFILL: tuple[Refusal, ...] = (
         "prefill",
         _unknown_stages,
         "prefill has --pp-size {pp_size}, and pipeline stages of {architecture} do not "
-        "pass captured hidden states on",
-        "run prefill with --pp-size 1; stages are supported for "
+        "pass captured hidden states on: the draft reads target layers {ids}, and the "
+        "last stage starts with layer {last_stage_start}",
+        f"run prefill with --pp-size 1, or give the last stage the draft's layers with "
+        f"{PP_PARTITION}; stages pass them on for "
         + ", ".join((*STAGED_TARGETS, *SELF_STAGED_TARGETS)),
+    ),
+    Refusal(
+        "PP-PARTITION",
+        "prefill",
+        _partition_problem,
+        f"{PP_PARTITION}={{{PP_PARTITION}}} on prefill: {{partition_problem}}",
+        f"correct {PP_PARTITION} or --pp-size on prefill, or unset the variable",
     ),
 )
 
@@ -721,6 +763,8 @@ def _derived(facts: Facts) -> dict[str, Any]:
         "given_tail": _given_tail(facts),
         "tail_tokens": tail_tokens(facts),
         "slot_bytes": _slot_bytes(facts),
+        "last_stage_start": last_stage_start(facts),
+        "partition_problem": _partition_problem(facts),
         "peer_tokens": facts.get(PEER_DRAFT_TOKENS, "unset"),
     }
 

@@ -20,11 +20,16 @@ own, and replay it without Python, so what is received later would never be read
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.speculative.dspark_components.handoff_refusals import STAGED_TARGETS
+from sglang.srt.speculative.dspark_components.handoff_refusals import (
+    PP_PARTITION,
+    STAGED_TARGETS,
+    crosses_stages,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.layers.aux_hidden_states import (
@@ -114,6 +119,8 @@ def configure(model: torch.nn.Module, layer_ids: list[int]) -> bool:
         return False
     name = type(model).__name__
     if name not in STAGED_TARGETS:
+        if not _crosses_stages(model, layer_ids):
+            return False
         raise ValueError(
             f"Capturing target layers with --pp-size > 1 is not supported for {name}; "
             f"it is for {', '.join(STAGED_TARGETS)}, and for models that carry the "
@@ -134,6 +141,17 @@ def configure(model: torch.nn.Module, layer_ids: list[int]) -> bool:
     setattr(model, _WIDTH_ATTR, received)
     keep(StageShare(received, received + own))
     return True
+
+
+def _crosses_stages(model: torch.nn.Module, layer_ids: list[int]) -> bool:
+    config = getattr(model.config, "text_config", model.config)
+    facts = {
+        "draft_layer_ids": layer_ids,
+        "num_layers": getattr(config, "num_hidden_layers", None),
+        "pp_size": model.pp_group.world_size,
+        PP_PARTITION: os.environ.get(PP_PARTITION),
+    }
+    return crosses_stages(facts)
 
 
 def _set_points(inner: torch.nn.Module, points: list[int]) -> None:

@@ -67,11 +67,19 @@ def codes(facts):
     return [rule.code for rule, _, _ in rules.refusals(facts)]
 
 
+# A prefill with a draft on two stages; its target is one that passes nothing on.
+NATIVE_PP = {"pp_size": 2, "speculative_algorithm": "DSPARK"}
+NATIVE = {rules.CAPTURE: "0"}
+OTHER = {**TARGET, "architectures": ["OtherForCausalLM"]}
+# Layer 3's output is layer 4's input, and the last stage starts there.
+LATE = {"dflash_config": {"target_layer_ids": [3, 6]}}
+
 # (code, engine, arguments, variables, configs)
 REFUSED = [
     ("TAIL-SWITCH", "prefill", {}, {rules.CAPTURE: "on"}, {}),
     ("TAIL-SWITCH", "decode", {}, {rules.ALLOW_PARTIAL_CONTEXT: ""}, {}),
     ("TAIL-SWITCH", "decode", {}, {rules.ALLOW_COLD_DRAFT: "2"}, {}),
+    ("TAIL-SWITCH", "prefill", {}, {rules.CONTEXT_ONLY_DRAFT: "half"}, {}),
     ("TAIL-CAPTURE-ROLE", "decode", {}, {rules.CAPTURE: "1"}, {}),
     ("TAIL-CAPTURE-DRAFT", "prefill", {"speculative_algorithm": "EAGLE"}, {}, {}),
     ("TAIL-IDLE", "prefill", {}, {rules.CAPTURE: "0"}, {}),
@@ -207,9 +215,19 @@ REFUSED = [
             "prefill",
             {"pp_size": 2, "speculative_algorithm": algorithm},
             {rules.CAPTURE: capture},
-            {"target": {**TARGET, "architectures": ["OtherForCausalLM"]}},
+            {"target": OTHER},
         )
         for algorithm, capture in ((None, "1"), ("DSPARK", "0"))
+    ),
+    *(
+        (
+            "PP-PARTITION",
+            "prefill",
+            NATIVE_PP,
+            {**NATIVE, rules.PP_PARTITION: named},
+            {},
+        )
+        for named in ("4,3", "2,2,4", "8,0", "half")
     ),
     ("TAIL-RUST-SERVER", "prefill", {}, {rules.RUST_SERVER: "1"}, {}),
     ("TAIL-DCP", "decode", {"dcp_size": 2}, {}, {}),
@@ -251,6 +269,14 @@ ACCEPTED = [
         },
         {rules.CAPTURE: "0"},
         {"target": {**TARGET, "architectures": ["KimiLinearForCausalLM"]}},
+    ),
+    # Nothing crosses stages where the last one captures every layer, as SGLang serves.
+    ("prefill", NATIVE_PP, NATIVE, {"target": OTHER, "draft": LATE}),
+    (
+        "prefill",
+        {**NATIVE_PP, "cuda_graph_backend_prefill": "full"},
+        {**NATIVE, rules.PP_PARTITION: "1,7"},
+        {"target": OTHER},
     ),
 ]
 FACTS = {"prefill": prefill_facts, "decode": decode_facts}
@@ -367,6 +393,25 @@ class TestFacts(CustomTestCase):
     def test_layers_of_a_looped_target(self):
         facts = rules.model_facts({**TARGET, "num_loops": 2}, None)
         self.assertEqual(facts["num_layers"], 16)
+
+    def test_where_the_last_stage_starts(self):
+        for layers, stages, named, start in (
+            (36, 2, None, 18),
+            (36, 2, "21,15", 21),
+            (7, 3, None, 4),
+            (8, 4, None, 6),
+        ):
+            facts = {"num_layers": layers, "pp_size": stages}
+            if named:
+                facts[rules.PP_PARTITION] = named
+            self.assertEqual(rules.last_stage_start(facts), start)
+        self.assertIsNone(rules.last_stage_start({"pp_size": 2}))
+
+    def test_deepseek_v4_captures_a_layer_where_it_is(self):
+        for ids, crosses in (((3, 7), True), ((4, 7), False)):
+            target = {**V4, "dspark_target_layer_ids": ids}
+            facts = prefill_facts({"pp_size": 2}, target=target, draft=None)
+            self.assertEqual(rules.crosses_stages(facts), crosses)
 
     def test_the_variable_names_layers_before_the_draft(self):
         facts = prefill_facts(environ={rules.LAYER_IDS: "0, 5"})

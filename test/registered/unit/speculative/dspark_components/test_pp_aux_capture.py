@@ -133,6 +133,17 @@ class TestConfigure(CaptureCase):
         with self.assertRaisesRegex(ValueError, "OtherForCausalLM.*--pp-size 1"):
             self.configure(model, [0])
 
+    def test_unknown_model_captures_all_on_its_last_stage(self):
+        """As SGLang serves it: nothing has to cross."""
+        for start, end in ((0, 4), (4, 8)):
+            model = make_model(start, end, name="OtherForCausalLM")
+            model.config.num_hidden_layers = 8
+            model.set_dspark_layers_to_capture = mock.Mock()
+            self.configure(model, [3, 6])
+            model.set_dspark_layers_to_capture.assert_called_once_with([3, 6])
+            with self.assertRaisesRegex(ValueError, "OtherForCausalLM"):
+                self.configure(model, [2, 6])
+
     def test_one_stage_uses_the_models_setter(self):
         """SGLang's capture, which asks for no parallel config, is left alone."""
         bare = SimpleNamespace(set_dspark_layers_to_capture=mock.Mock())
