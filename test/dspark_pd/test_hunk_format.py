@@ -206,8 +206,12 @@ def test_where_a_commit_is_missing_is_said(overlay: Path, repository: Path) -> N
     named = "component: native\n  commit: keep-more"
     modules.write_text(modules.read_text().replace("component: native", named))
     assert _whats(overlay) == ""
+    # What a component needs may come with it, and nothing of it comes before.
     modules.write_text(modules.read_text().replace("keep-more", "check"))
-    assert "one of component native" in _whats(overlay)
+    assert _whats(overlay) == ""
+    early = "component: check\n  commit: keep"
+    modules.write_text(modules.read_text().replace("component: check", early))
+    assert "one of component check" in _whats(overlay)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ layers, on two stages: bytes per token that each stage's budget counts.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,8 +21,9 @@ from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state imp
     SpecAuxHiddenStateConfig,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.test.ci.ci_register import register_cpu_ci
 
-pytestmark = pytest.mark.unit
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 LAYER_BYTES = 2 * 8 * 128 * 2
 TARGET_LAYERS, DRAFT_LAYERS = 36, 5
@@ -158,3 +160,7 @@ def test_only_the_last_stage_of_deepseek_v4_is_charged(monkeypatch):
     charged = partial(charged_by_deepseek_v4, monkeypatch=monkeypatch)
     assert charged(0, 36, size=1) == 37 / 36
     assert [charged(0, 18), charged(18, 36)] == [1, 19 / 18]
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))

@@ -6,6 +6,7 @@ must make the same number of them.
 
 from __future__ import annotations
 
+import sys
 from queue import Queue
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     HybridCacheController,
 )
+from sglang.test.ci.ci_register import register_cpu_ci
 
-pytestmark = pytest.mark.unit
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 DRAFT = PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
 
@@ -38,3 +40,7 @@ def test_a_draft_that_follows_the_target_adds_no_exchange():
 
 def test_a_pool_with_pages_of_its_own_is_still_exchanged():
     assert acknowledgements([PoolTransfer(PoolName.SWA), DRAFT]) == 1
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache import deepseek_v4_memory_pool as pool
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
 from sglang.srt.speculative.dspark_components import pp_aux_capture as capture
-
 from sglang.srt.speculative.dspark_components.dspark_handoff import (
     activate,
     deactivate,

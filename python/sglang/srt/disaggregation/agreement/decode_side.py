@@ -15,8 +15,8 @@ Life cycle of a prefill, as decode sees it:
 A single request that decode refuses at its intake is told to prefill in the same way
 (`tells_refusals`).
 
-The functions that hunks call run in the scheduler loop or in the heartbeat thread and do
-not raise there. All state is in `PrefillPeers`, one object of the KV manager.
+What SGLang calls here runs in the scheduler loop or in the heartbeat thread and does not
+raise there. All state is in `PrefillPeers`, one object of the KV manager.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from sglang.srt.disaggregation.agreement.rules import (
     STAGES_MISSED,
 )
 
+# export: from tail-handoff
 from sglang.srt.disaggregation.agreement.tail import handed_over
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def _describe_rank(scheduler, role, kv_args, queue) -> Description:
         ),
         environ=os.environ,
     )
+    # export: from tail-handoff
     description |= handed_over(role, scheduler.server_args, model_config)
     description |= _parallel_sizes(role)
     # A rank without the draft's pool must not guess what another rank knows.

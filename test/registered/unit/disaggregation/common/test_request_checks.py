@@ -109,7 +109,7 @@ class TestRequest(CustomTestCase):
                 self.check([1], positional_embed_overrides=sent)
 
     def test_validation_refuses_a_foreign_token_id(self):
-        """The hunk: SGLang's own validation asks."""
+        """SGLang's own validation asks."""
         features = SimpleNamespace(enable_encoder_swa_bounded_replay=False)
         execution = SimpleNamespace(features=features)
         request = GenerateReqInput(input_ids=[VOCABULARY], sampling_params={})
@@ -139,7 +139,7 @@ class TestSamples(CustomTestCase):
         self.assertIsNone(room_of_sample(None, 3))
 
     def test_each_sample_is_sent_with_its_own_room(self):
-        """The hunk: SGLang's expansion of n, up to what goes to the scheduler."""
+        """SGLang's expansion of n, up to what goes to the scheduler."""
         sent = [[], []]
         for rooms in sent:  # prefill and decode
             request = GenerateReqInput(

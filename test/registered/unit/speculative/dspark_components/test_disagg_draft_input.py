@@ -13,13 +13,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from handed_over_batches import (
+from test_disagg_first_decode import (
     DSPARK,
     HandoffTestCase,
     PrebuiltBatch,
     hand_off,
     make_future_map,
-    patch_existing,
 )
 
 from sglang.srt.speculative import spec_utils
@@ -90,7 +89,7 @@ class TestFirstDecodeStep(HandoffTestCase):
             "prepare_for_decode",
             lambda draft_input, batch: prepared.append(draft_input),
         )
-        with prepare, patch_existing(spec_utils, **asked):
+        with prepare, mock.patch.multiple(spec_utils, create=True, **asked):
             spec_utils.spec_prepare_for_decode(batch)
         return prepared[0]
 

@@ -305,7 +305,7 @@ class TestCommit(DraftCase):
         tail = make_room()
         fill(tail, 9)
         tail.headers[0, 0] += 1
-        self.refused("the same release")
+        self.refused("the same build")
 
     def test_impossible_counts_are_refused(self):
         for word, value in ((2, 3), (3, 5), (3, -1), (6, 12)):

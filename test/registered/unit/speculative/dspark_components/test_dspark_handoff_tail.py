@@ -377,7 +377,7 @@ class TestMetadataBuffers(TailCase):
             self.assertLess(attached, place)
             self.assertNotIn("disagg_metadata_buffers.", source[built:attached])
 
-    def test_peers_see_upstreams_buffers(self):
+    def test_peers_see_sglangs_buffers(self):
         """They are paired by position; the tail's memory is announced apart."""
         plain = MetadataBuffers(
             SLOTS,
