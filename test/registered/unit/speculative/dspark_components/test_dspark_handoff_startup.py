@@ -21,6 +21,7 @@ from handoff_fixtures import (
 )
 
 from sglang.srt.arg_groups import validation_hook
+from sglang.srt.disaggregation.agreement import tail as agreed
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 from sglang.srt.server_args import ServerArgs
@@ -254,8 +255,10 @@ class TestAttach(HandoffCase):
             pp_group=SimpleNamespace(is_last_rank=last), tp_size=1, pp_size=1, nnodes=1
         )
         context = "sglang.srt.runtime_context.get_parallel"
-        with mock.patch(context, lambda: parallel):
+        said = mock.patch.object(agreed, "describers", [])
+        with mock.patch(context, lambda: parallel), said as describers:
             found = startup.with_tail(scheduler, buffers, 4)
+        self.assertEqual(describers, [handoff.describe_role])
         if found is buffers:
             return False
         self.assertIs(found.bootstrap_room, buffers.bootstrap_room)
