@@ -314,7 +314,8 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "the DeepSeek-V4 compressor rings have different sizes",
         "a ring is transferred whole, so its entries would land in the wrong slots",
         # export: from tail-handoff
-        f"{TELL_RING_SIZE}, or run the same speculation on both engines",
+        f"{TELL_RING_SIZE}, or "
+        "run the same speculation on both engines, of the same number of draft tokens",
         when="described",
     ),
 )
