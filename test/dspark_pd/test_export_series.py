@@ -23,7 +23,8 @@ from test_export import ENTRY, git
 
 pytestmark = pytest.mark.release
 
-MOST_LINES = 800
+# About 800 is the aim; a commit has up to this where a smaller one splits functions.
+MOST_LINES = 1000
 FIRST_WITH_TESTS = 300
 REGISTRY = "test/ci/ci_register.py"
 # Words of this repository and of its view of SGLang.

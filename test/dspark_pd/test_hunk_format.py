@@ -208,10 +208,10 @@ def test_where_a_commit_is_missing_is_said(overlay: Path, repository: Path) -> N
     assert _whats(overlay) == ""
     # What a component needs may come with it, and nothing of it comes before.
     modules.write_text(modules.read_text().replace("keep-more", "check"))
-    assert _whats(overlay) == ""
-    early = "component: check\n  commit: keep"
-    modules.write_text(modules.read_text().replace("component: check", early))
-    assert "one of component check" in _whats(overlay)
+    assert "the commit of srt/managers/relay_guard.py" not in _whats(overlay)
+    early = "component: agreement\n  commit: keep"
+    modules.write_text(modules.read_text().replace("component: agreement", early))
+    assert "one of component agreement" in _whats(overlay)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Which commit of the exported series brings a module or a hunk.
 
-``series.yml`` names the commits in order. A module names its commit in ``overlay.yml``, a
-hunk goes with the last of the modules of its component that it calls, unless its
-``metadata.commit`` names another. Both may leave that out where their component has one
-commit.
+``series.yml`` names the commits in order. A module names its commit in ``overlay.yml``, one
+of its own component or of one that needs it. A hunk goes with the last of the modules of
+its component that it calls, unless its ``metadata.commit`` names another. Both may leave
+that out where their component has one commit.
 """
 
 from __future__ import annotations
