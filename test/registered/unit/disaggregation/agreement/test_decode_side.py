@@ -107,12 +107,11 @@ class TestFirstContact(WithServer):
         self.assertTrue(decode_side.disagrees(decode, self.addr, info, answer))
         self.assertIn("[PD-ALLOCATION]", contact.reason)
 
-    def test_cold_draft_is_refused_with_every_way_out(self):
+    def test_cold_draft_is_refused_with_the_ways_out(self):
         self.prefill(PLAIN)
         reason = self.reason(self.decode())
         for way in (
             "--speculative-algorithm DSPARK",
-            "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1",
             "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT=1",
         ):
             self.assertIn(way, reason)
@@ -368,7 +367,6 @@ class TestOddPrefills(CustomTestCase):
         for change in (
             {"aux": 3},
             {"tp": {}},
-            {"dspark": 1, "mode": "tail"},
         ):
             header = json.dumps({**NATIVE, "tp": 2, **change})
             address = self.serve(self.topology(), header)

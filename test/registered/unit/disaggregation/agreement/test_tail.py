@@ -106,6 +106,15 @@ class TestRules(RuleTable, CustomTestCase):
         verdicts = decide(TAIL_DECODE, more)
         self.assertEqual([v.code for v in verdicts], ["PD-AUX-CHECKSUM"])
 
+    def test_a_tail_is_a_way_out_of_a_cold_draft(self):
+        way = "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE=1"
+        self.assertIn(way, refusal(NATIVE, PLAIN).fix)
+
+    def test_a_tail_of_a_wrong_type_is_refused(self):
+        broken = {**TAIL_PREFILL, "dspark": 1}
+        for decode in (NATIVE, with_dspark(TAIL_DECODE, window_need=None)):
+            self.assertIsNotNone(refusal(decode, broken))
+
 
 class TestAllPairs(AllPairs, CustomTestCase):
     cases, good = OTHER_CASES | CASES, OTHER_GOOD | GOOD
