@@ -2,6 +2,7 @@
 """What the handoff costs: ratios of engines measured side by side in one run.
 
     scripts/bench_pd.py [--rounds N] [--stock DIR] [--json FILE]
+    scripts/bench_pd.py --steps FOLDER
 
 - prefill throughput with capture / without: two prefill engines, the same prompts, one
   new token each, in turn; the ratio of the medians. Decode writes draft KV on the same
@@ -11,8 +12,12 @@
   (aim: 1.02 or less)
 - decode step time with the set / stock: needs DIR, a folder that holds an SGLang with
   the CPU platform's hunk only; one native pair of each, in turn
+- accept length by verify step after the handoff: `dspark-pd measure` on a native pair, a
+  tail and a pair without context, each beside its unified server; FOLDER gets the numbers
+  and the plot of the docs (dspark_pd_steps.json, dspark_pd_steps.svg)
 
-Ratios only: absolute times of the CPU reference platform say nothing about a GPU, and
+What any deployment can be asked is `measure`; here is what needs the bed: bytes, CPU time,
+two builds side by side. Ratios only: absolute times of the CPU reference platform say nothing about a GPU, and
 a busy machine makes them worthless. Run it on an idle one.
 """
 
@@ -20,20 +25,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from dspark_pd.bed import MODELS, Bed, Client, Engine, EngineSpec  # noqa: E402
+from dspark_pd.bed import (  # noqa: E402
+    MODELS,
+    Bed,
+    Client,
+    Engine,
+    EngineSpec,
+    RouterSpec,
+    modes,
+)
 from dspark_pd.bed.models import check_checkpoint  # noqa: E402
 from dspark_pd.bed.prompts import Prompt, make_prompts  # noqa: E402
+from dspark_pd.measure.plot import draw  # noqa: E402
 
 CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 DRAFT_CONFIG = {"speculative-draft-model-path": str(MODELS.draft_swa)}
@@ -184,14 +201,69 @@ def bench_decode(bed: Bed, rounds: int, stock: Path) -> dict[str, float]:
     return {"decode_step_ratio": with_set / without}
 
 
+def bench_steps(bed: Bed, folder: Path) -> None:
+    """Accept length by step of three kinds of pair, each beside its unified server."""
+    models = modes.Pair(MODELS.target, MODELS.draft_full, MODELS.draft_swa)
+    waves = (
+        ("unified", "decode", {"native": "prefill", "no context": "cold-prefill"}),
+        ("unified-sliding", "tail-decode", {"tail": "tail-prefill-pp2"}),
+    )
+    measured: dict[str, dict[str, Any]] = {}
+    for unified, decode, prefills in waves:
+        names = [unified, decode, *prefills.values()]
+        engines = bed.start([modes.ENGINES[name](models) for name in names])
+        reference, decoder, *others = engines
+        for name, prefill in zip(prefills, others, strict=True):
+            spec = RouterSpec(
+                f"r-{prefill.name}", [prefill.endpoint], [decoder.endpoint]
+            )
+            router = bed.start_router(spec)
+            measured[name] = measure(router.url, reference.url)
+            print(f"{name:11} ratio {measured[name]['ratio']}", flush=True)
+        bed.stop()
+    lines = {
+        name: {n: step["accept_length"] for n, step in found["by_step"].items()}
+        for name, found in measured.items()
+    }
+    data = json.dumps({"schema": 1, "runs": measured}, indent=1) + "\n"
+    (folder / "dspark_pd_steps.json").write_text(data)
+    digest = hashlib.sha256(data.encode()).hexdigest()
+    title = "Accept length by verify step after the handoff"
+    source = f"dspark_pd_steps.json sha256:{digest}"
+    (folder / "dspark_pd_steps.svg").write_text(draw(lines, title, source))
+
+
+def measure(url: str, reference: str) -> dict[str, Any]:
+    """What `dspark-pd measure` says, without what differs from run to run."""
+    # Keys fit in the sliding draft's window; the answers hold several of them.
+    command = ["measure", "--url", url, "--reference", reference, "--json", "-q"]
+    command += ["--requests", "12", "--seed", "7", "--prompt-length", "96"]
+    command += ["--new-tokens", "96", "--concurrency", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dspark_pd", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)["data"]
+    kept = ("completed", "failed", "accept_length", "reference_accept_length", "ratio")
+    kept += ("same_text", "loss_ends_at", "by_step", "by_prompt", "findings")
+    return {name: found[name] for name in kept}
+
+
 def main() -> int:
     """Measure, print one line per ratio, write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--stock", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     with Bed("bench-pd") as bed:
+        if options.steps:
+            bench_steps(bed, options.steps)
+            return 0
         ratios = bench_prefill(bed, options.rounds)
         if options.stock:
             ratios |= bench_decode(bed, options.rounds, options.stock)

@@ -29,11 +29,12 @@ _VERBS: Final = {
     "export": "write a branch or patch in SGLang's own form on a checkout",
     "describe": "print what an engine would be started with, for the doctor",
     "doctor": "compare a prefill and a decode engine before traffic",
+    "measure": "accept length of a live deployment, by step, cache tier and prefill",
     "explain": "what is known of a hunk or of a code",
     "demo": "run prefill, decode and router with tiny models on this machine",
 }
 _MODULES: Final = {"list": "listing"}
-_OWN_OPTIONS: Final = ("export", "describe", "doctor", "explain")
+_OWN_OPTIONS: Final = ("export", "describe", "doctor", "measure", "explain")
 _GO_ON: Final = "dspark-pd apply or revert"
 _PLANNING: Final = ("status", "diff", "apply", "revert")
 
@@ -180,9 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         from dspark_pd.messages.errors import on_target
 
-        text = on_target(f"{_GO_ON} goes on from here", options.target)
-        print(f"interrupted; {text}", file=sys.stderr)
-        return 130
+        text = "interrupted"
+        if options.verb in ("apply", "revert"):
+            text += on_target(f"; {_GO_ON} goes on from here", options.target)
+        print(text, file=sys.stderr)
+        return exit_codes.INTERRUPTED
 
 
 def _run(given: list[str], options: Any) -> tuple[argparse.Namespace, Any]:

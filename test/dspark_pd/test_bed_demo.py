@@ -25,7 +25,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     use_fake_servers(monkeypatch, tmp_path)
     versions = dict.fromkeys(checks._NEEDED, "0.5.23")
     monkeypatch.setattr(checks, "_probe", lambda: versions)
-    monkeypatch.setattr(checks, "check_applied", lambda: None)
+    monkeypatch.setattr(checks, "check_applied", lambda device: None)
     monkeypatch.setattr(checks, "available_bytes", lambda: 2**40)
     configs = {"target": "{}", "draft": DRAFT_CONFIG, "sliding": SLIDING_CONFIG}
     for name, config in configs.items():
@@ -68,6 +68,20 @@ def test_every_mode_runs_and_nothing_stays(
     assert "[demo] all engines stopped" in said.err
     assert not _running
     assert not (tmp_path / "logs").exists()
+
+
+def test_one_gpu_gets_the_same_table_but_for_bytes(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to the engines, with fake ones; no GPU has run it."""
+    monkeypatch.setenv("DSPARK_PD_ZYGOTE", "1")
+    assert main([*arguments, "--device", "cuda", "--keep-logs"]) == 1
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["device"] == "cuda"
+    assert [run["mode"] for run in report["runs"]].count("pd-tail") == 1
+    log = (tmp_path / "logs" / "decode.log").read_text()
+    assert "--dtype bfloat16" in log
+    assert "--attention-backend triton" in log
 
 
 def test_a_failure_keeps_the_logs_and_says_where(

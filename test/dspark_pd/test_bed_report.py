@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,10 @@ def reply(tokens: int, steps: int, first: int = 7) -> Reply:
     meta = {"prompt_tokens": 5, "completion_tokens": tokens}
     if steps:
         meta["spec_verify_ct"] = steps
-    return Reply(tuple(range(first, first + tokens)), meta)
+    sizes = [1] * steps
+    if steps:
+        sizes[0] += tokens - 1 - steps
+    return Reply(tuple(range(first, first + tokens)), meta, steps=tuple(sizes))
 
 
 def run(key: str, steps: tuple[int, ...], bytes_moved: int = 0, first: int = 7) -> Run:
@@ -46,7 +50,7 @@ def failed(runs: dict[str, Run]) -> list[str]:
 
 def test_json_has_the_published_shape() -> None:
     found = report(good()).as_json()
-    assert set(found) == {"schema", "sglang", "gamma", "runs", "parity"}
+    assert set(found) == {"schema", "sglang", "device", "gamma", "runs", "parity"}
     assert (found["schema"], found["gamma"]) == (1, 4)
     native = found["runs"][2]
     assert set(native) == {
@@ -56,6 +60,7 @@ def test_json_has_the_published_shape() -> None:
         "overlap",
         "requests",
         "accept_length",
+        "accept_length_by_step",
         "target_steps_per_token",
         "bytes_moved",
     }
@@ -138,3 +143,57 @@ def test_choosing_modes_keeps_the_reference() -> None:
 def test_the_digest_tells_outputs_apart() -> None:
     assert reply(20, 5).sha256 == reply(20, 4).sha256
     assert reply(20, 5).sha256 != reply(20, 5, first=8).sha256
+
+
+def test_steps_have_a_table_of_their_own() -> None:
+    """Where the loss is: a mean hides it."""
+    head, _, *rows = report(good()).step_table().splitlines()
+    assert head.split()[-8:] == [str(n) for n in range(1, 9)]
+    # No speculation, no row. The first step has what the others do not: 15 and 16 tokens,
+    # in the last row 1 and 2.
+    assert [row.split()[:3] for row in rows] == [
+        ["unified", "15.50", "1.00"],
+        ["pd-native", "15.50", "1.00"],
+        ["pd-no-context", "1.50", "1.00"],
+    ]
+    assert rows[0].split()[-1] == "-"
+
+
+def failed_on_cuda(runs: dict[str, Run]) -> list[str]:
+    found = replace(report(runs), device="cuda")
+    return [claim.text for claim in found.claims() if not claim.holds]
+
+
+def test_on_a_gpu_texts_and_steps_may_differ_within_a_band() -> None:
+    runs = good()
+    runs["unified"] = run("unified", (5, 6))
+    runs["pd-native"] = run("pd-native", (6, 6), 0, first=9)
+    assert failed_on_cuda(runs) == []
+    assert failed(runs) != []
+    runs["pd-native"] = run("pd-native", (9, 8))
+    assert [text.partition(":")[0] for text in failed_on_cuda(runs)] == ["pd-native"]
+    runs["pd-native"], runs["unified"] = (
+        run("pd-native", (9, 9)),
+        run("unified", (9, 9)),
+    )
+    assert [text.partition(":")[0] for text in failed_on_cuda(runs)] == ["unified"]
+    assert "1,000" not in replace(report(good()), device="cuda").table()
+
+
+def test_on_a_gpu_engines_share_it_and_know_no_cpu_platform(tmp_path: Path) -> None:
+    pair = modes.Pair(tmp_path, tmp_path, tmp_path)
+    [wave] = modes.on_device(modes.choose(["pd-native"])[1:], "cuda")
+    for spec in modes.specs(wave, pair, "cuda"):
+        flags = spec.flags(1, 2)
+        assert flags["dtype"] == "bfloat16"
+        assert flags["mem-fraction-static"] * len(wave.engines) < 0.9
+        environ = spec.environment(tmp_path)
+        assert not {"SGLANG_PLATFORM", "SGLANG_CPU_REFERENCE_STATS_DIR"} & set(environ)
+
+
+def test_one_gpu_runs_no_pipeline() -> None:
+    waves = modes.on_device(modes.choose(None), "cuda")
+    keys = [mode.key for wave in waves for mode in wave.modes]
+    assert "pd-tail-pp1" in keys
+    assert "pd-tail-pp2" not in keys
+    assert modes.on_device(modes.choose(None), "cpu") == modes.choose(None)

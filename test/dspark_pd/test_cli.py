@@ -38,7 +38,7 @@ def test_exit_codes_are_those_of_the_help_and_the_docs() -> None:
         for name, value in vars(exit_codes).items()
         if name.isupper() and isinstance(value, int)
     }
-    assert constants == set(exit_codes.MEANINGS) == set(range(8))
+    assert constants == set(exit_codes.MEANINGS) == {*range(8), 130}
     text = build_parser().format_help()
     page = REPOSITORY / "docs_new/docs/developer_guide/dspark_pd_tool.mdx"
     documented = page.read_text()
@@ -137,9 +137,13 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupt(options: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("dspark_pd.verbs.apply.run", interrupt)
+    assert main(["apply"]) == 130
+    assert "apply or revert" in capsys.readouterr().err
     monkeypatch.setattr("dspark_pd.verbs.listing.run", interrupt)
     assert main(["list"]) == 130
-    assert "apply or revert" in capsys.readouterr().err
+    # It changes nothing: there is nothing to go on with.
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_output_closed_by_its_reader_is_not_an_error() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark_pd.measure.diagnosis import CAUSES
+
 pytestmark = pytest.mark.unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -78,6 +80,26 @@ def test_the_plot_is_of_the_numbers_beside_it() -> None:
         assert label in drawn
     for draft in {point["draft"] for point in points}:
         assert f"{draft} draft" in drawn
+
+
+def test_the_plot_of_steps_is_of_the_numbers_beside_it() -> None:
+    data = (DOCS / "images" / "dspark_pd_steps.json").read_bytes()
+    drawn = (DOCS / "images" / "dspark_pd_steps.svg").read_text()
+    digest = hashlib.sha256(data).hexdigest()
+    assert f"dspark_pd_steps.json sha256:{digest}<" in drawn
+    runs = json.loads(data)["runs"]
+    assert all(f">{name}</text>" in drawn for name in runs)
+    # What the page says of them.
+    for name in ("native", "tail"):
+        steps = runs[name]["by_step"].values()
+        assert {step["ratio"] for step in steps if "ratio" in step} == {1.0}
+    [finding] = runs["no context"]["findings"]
+    assert finding["code"] == "MEASURE-HANDOFF"
+
+
+def test_every_cause_is_on_the_page_of_the_tool() -> None:
+    page = (DOCS / "docs/developer_guide/dspark_pd_tool.mdx").read_text()
+    assert [code for code in CAUSES if f"`{code}`" not in page] == []
 
 
 def test_a_covering_tail_loses_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 from dspark_pd.doctor.checks import CHECKS
 from dspark_pd.doctor.remarks import REMARKS
 from dspark_pd.doctor.tables import load
+from dspark_pd.measure.diagnosis import CAUSES
 from dspark_pd.messages.errors import catalogue
 from dspark_pd.patchset.patch_set import load_patch_set
 from outcome import Run
@@ -46,7 +47,7 @@ def test_every_code_has_an_explanation(run: Run) -> None:
     codes = [rule.code for rule in (*rules.ENGINE_RULES, *rules.DRAFT_RULES)]
     codes += [check.code for check in CHECKS]
     codes += [remark.code for remark in REMARKS.values()]
-    codes += ["PD-MALFORMED", *catalogue()]
+    codes += ["PD-MALFORMED", *catalogue(), *CAUSES]
     for code in dict.fromkeys(codes):
         (first, *_) = run("explain", code).data["explained"]
         assert code in first[0] and len(first) > 2, code

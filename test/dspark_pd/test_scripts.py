@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dspark_pd.bed import gpu_check
 from dspark_pd.bed.serve import _arguments, _specs
 from dspark_pd.bed.specs import to_argv
 from dspark_pd.cli import main
@@ -137,7 +138,14 @@ def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
     config = tmp_path / "c.yaml"
     config.write_text("dp-size: 2\nenable-pdmux: true\n")
     ours = [*SPELLINGS, "--config", str(config)]
-    lines = [*gpu.values(), *(argv for _, argv in twin), ours, ["--tp", "four"]]
+    # What the list for a GPU machine would start.
+    listed = [
+        spec.command(1, 2 if spec.role == "prefill" else None)[3:]
+        for wave in gpu_check.WAVES
+        for spec in gpu_check.specs(wave, "cuda")
+    ]
+    lines = [*gpu.values(), *(argv for _, argv in twin), *listed, ours]
+    lines.append(["--tp", "four"])
     monkeypatch.setattr(sglang_parser.subprocess, "run", in_this_process)
     *accepted, refused = sglang_parser.ask_all(lines)
     for argv, found in zip(lines, accepted, strict=False):
@@ -152,7 +160,7 @@ def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
         assert (found["args"]["tp_size"], found["args"]["log_level"]) == (4, "error")
     assert accepted[1]["args"]["cuda_graph_max_bs_decode"] == 64
     assert [role for role, _ in twin] == [
-        found["args"]["disaggregation_mode"] for found in accepted[2:-1]
+        found["args"]["disaggregation_mode"] for found in accepted[2 : 2 + len(twin)]
     ]
     assert accepted[-1]["args"]["enable_pdmux"] is True
     assert "invalid int value: 'four'" in refused["refused"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_pd.bed.errors import BedError
-from dspark_pd.bed.specs import EngineSpec, interpreter
+from dspark_pd.bed.specs import Device, EngineSpec, interpreter
 from dspark_pd.messages import exit_codes
 
 # Proportional set size, measured: front end and detokenizer 1.4, each rank 0.8.
@@ -56,12 +56,16 @@ class Installed:
         return self.versions["sglang"] or ""
 
 
-def check_installed() -> Installed:
-    """Versions in the engines' interpreter; BedError names what is missing or wrong."""
+def check_installed(device: Device = "cpu") -> Installed:
+    """Versions in the engines' interpreter; BedError names what is missing or wrong.
+
+    On a GPU the environment is the user's: any release that the set serves will do,
+    and what serves it is the answer of `check_applied`.
+    """
     versions = _probe()
-    _check_present(versions)
+    _check_present(versions, device)
     installed = Installed(versions)
-    if installed.sglang not in _RELEASES_RUN:
+    if device == "cpu" and installed.sglang not in _RELEASES_RUN:
         raise BedError(
             f"the demo does not run with SGLang {installed.sglang}",
             expected=f"SGLang {' or '.join(_RELEASES_RUN)} beside {interpreter()}",
@@ -73,16 +77,20 @@ def check_installed() -> Installed:
     return installed
 
 
-def _check_present(versions: dict[str, str | None]) -> None:
+def _check_present(versions: dict[str, str | None], device: Device) -> None:
     for name, meaning in _NEEDED.items():
+        local = name == "sglang-cpu-reference"
+        if device == "cuda" and (local or name == "nixl-cu13"):
+            continue  # Which library wheel NIXL needs depends on the driver.
         if versions[name] is None:
-            local = name == "sglang-cpu-reference"
             raise BedError(
                 f"{meaning} is missing",
                 expected=f"the distribution {name} in the environment of {interpreter()}",
                 found="it is not installed there",
                 cause="another environment is active, or the installation did not finish",
-                next_step=_pip_install(
+                next_step=f"{interpreter()} -m pip install {name}"
+                if device == "cuda"
+                else _pip_install(
                     "-e python/sglang_cpu_reference" if local else _REQUIREMENTS
                 ),
                 usage=True,
@@ -106,12 +114,13 @@ def _probe() -> dict[str, str | None]:
     return found
 
 
-def check_applied() -> None:
+def check_applied(device: Device = "cpu") -> None:
     """BedError unless the patch set is on the SGLang of the engines' interpreter."""
+    components = ["--component", "all"] if device == "cpu" else []
     answer = subprocess.run(
         [
             *(sys.executable, "-m", "dspark_pd", "status"),
-            *("--component", "all", "--target", interpreter()),
+            *(*components, "--target", interpreter()),
         ],
         capture_output=True,
         text=True,
@@ -128,7 +137,7 @@ def check_applied() -> None:
         found=_last_words(answer, _ERROR_LINES if unsupported else 1),
         next_step=_pip_install(_REQUIREMENTS)
         if unsupported
-        else "dspark-pd apply --component all",
+        else " ".join(["dspark-pd apply", *components]),
         usage=True,
     )
 

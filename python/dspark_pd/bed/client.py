@@ -12,10 +12,11 @@ import random
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dspark_pd.bed import web
+from dspark_pd.measure.client import Reading
 
 if TYPE_CHECKING:
     from dspark_pd.bed.bed import Engine, Router
@@ -30,6 +31,8 @@ class Reply:
     output_ids: tuple[int, ...]
     meta: Mapping[str, Any]
     text: str = ""
+    steps: tuple[int, ...] | None = None
+    """Tokens of each verify step, of a streamed reply; see ``measure.client``."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,9 +72,9 @@ class Reply:
 class Client:
     """Greedy requests to one address; see the three constructors."""
 
-    def __init__(self, send: Send, chat_url: str | None = None) -> None:
+    def __init__(self, send: Send, url: str | None = None) -> None:
         self._send = send
-        self._chat_url = chat_url
+        self._url = url
 
     @classmethod
     def unified(cls, engine: Engine) -> Client:
@@ -101,13 +104,15 @@ class Client:
         *,
         parallel: int = 8,
         timeout_s: float = 120.0,
+        stream: bool = False,
         **sampling: Any,
     ) -> list[Reply]:
         """Replies in the order of `prompts` (token ids), `parallel` at a time.
 
         Greedy and with `ignore_eos`, so every reply has `max_new_tokens` tokens (one
         number for all, or one per prompt);
-        `sampling` adds or replaces sampling parameters. Raises BedError when one
+        `sampling` adds or replaces sampling parameters. With `stream` a reply also has
+        its steps. Raises BedError when one
         request fails.
         """
         if isinstance(max_new_tokens, int):
@@ -119,10 +124,24 @@ class Client:
                 "input_ids": list(prompt),
                 "sampling_params": {**params, "max_new_tokens": new},
             }
+            if stream:
+                return self._streamed(body, timeout_s)
             return _to_reply(self._send(body, timeout_s))
 
         with ThreadPoolExecutor(max(1, min(parallel, len(prompts)))) as pool:
             return list(pool.map(one, prompts, max_new_tokens))
+
+    def _streamed(self, body: dict[str, Any], timeout_s: float) -> Reply:
+        if self._url is None:
+            raise TypeError("a stream needs a router or a unified engine")
+        body["sampling_params"]["stream_interval"] = 1
+        reading, answer = Reading("generate"), {}
+        for event in web.events(
+            f"{self._url}/generate", {**body, "stream": True}, timeout_s
+        ):
+            reading.take(event)
+            answer = event
+        return replace(_to_reply(answer), steps=reading.steps)
 
     def chat(
         self,
@@ -134,9 +153,9 @@ class Client:
         **fields: Any,
     ) -> ChatReply:
         """`/v1/chat/completions`, greedy; with `stream` the pieces are kept too."""
-        if self._chat_url is None:
+        if self._url is None:
             raise TypeError("chat needs a router or a unified engine")
-        url = f"{self._chat_url}/v1/chat/completions"
+        url = f"{self._url}/v1/chat/completions"
         body = {
             "model": "default",
             "messages": list(messages),

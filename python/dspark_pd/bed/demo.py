@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", metavar="N", type=_count, default=_REQUESTS, help=text
     )
     _add_models(parser)
+    text = "cuda: one GPU, with the SGLang of this environment (never run by us)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
     parser.add_argument(
         "--port",
         metavar="N",
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> Report:
     began = time.monotonic()
-    waves = _chosen(args.modes)
+    waves = modes.on_device(_chosen(args.modes), args.device)
     pair = modes.Pair(
         args.model.resolve(), args.draft.resolve(), args.sliding_draft.resolve()
     )
@@ -110,10 +113,13 @@ def _run(args: argparse.Namespace) -> Report:
     _check_writable(args.json)
     if args.port is not None:
         claim_port(args.port, "--port")
-    installed = checks.check_installed()
-    checks.check_applied()
+    installed = checks.check_installed(args.device)
+    checks.check_applied(args.device)
+    if args.device == "cuda":
+        # What is forked has been imported for the CPU platform.
+        os.environ["DSPARK_PD_ZYGOTE"] = "0"
     for wave in waves:
-        checks.check_memory([modes.ENGINES[name](pair) for name in wave.engines])
+        checks.check_memory(modes.specs(wave, pair, args.device))
     prompts = {
         False: make_prompts(args.requests, seed=_SEED),
         True: make_prompts(args.requests, seed=_SEED, key_len=_SLIDING_KEYS),
@@ -122,9 +128,9 @@ def _run(args: argparse.Namespace) -> Report:
         _say(f"SGLang {installed.sglang}, gamma {gamma}, logs in {bed.folder}")
         runs: list[Run] = []
         for wave in waves:
-            runs += _run_wave(bed, wave, pair, prompts, args.port)
+            runs += _run_wave(bed, wave, pair, prompts, args)
     _say(f"all engines stopped after {time.monotonic() - began:.0f} s")
-    return Report(installed.sglang, gamma, tuple(runs))
+    return Report(installed.sglang, gamma, tuple(runs), args.device)
 
 
 def _resolve_tails(waves: list[modes.Wave], draft: Path) -> list[modes.Wave]:
@@ -181,13 +187,13 @@ def _run_wave(
     wave: modes.Wave,
     pair: modes.Pair,
     prompts: Mapping[bool, Sequence[Prompt]],
-    first_port: int | None,
+    args: argparse.Namespace,
 ) -> list[Run]:
     _say(f"starting {', '.join(wave.engines)}")
     engines = dict(
         zip(
             wave.engines,
-            bed.start([modes.ENGINES[name](pair) for name in wave.engines]),
+            bed.start(modes.specs(wave, pair, args.device)),
             strict=True,
         )
     )
@@ -198,7 +204,7 @@ def _run_wave(
                 f"router-{mode.key}",
                 [engines[mode.engines[0]].endpoint],
                 [engines[mode.engines[1]].endpoint],
-                port=None if first_port is None else first_port + i,
+                port=None if args.port is None else args.port + i,
             )
             for i, mode in enumerate(pairs)
         ]
@@ -231,6 +237,7 @@ def _run_mode(
         [prompt.ids for prompt in prompts],
         [prompt.max_new_tokens for prompt in prompts],
         parallel=_PARALLEL,
+        stream=True,
     )
     seconds = time.monotonic() - began
     _say(f"{mode.key}: {len(replies)} requests in {seconds:.1f} s")
@@ -245,8 +252,10 @@ def _conclude(report: Report) -> int:
         f" per pass\n(1 = no drafted token accepted, {report.gamma + 1} = all accepted)."
         " Output is the same even if the draft has no context:\nonly the accept length"
         " shows whether its context arrived.\n",
-        *(f"  {'ok  ' if claim.holds else 'FAIL'} {claim.text}" for claim in claims),
     ]
+    if steps := report.step_table():
+        lines.append(f"{steps}\n")
+    lines += (f"  {'ok  ' if claim.holds else 'FAIL'} {claim.text}" for claim in claims)
     write("\n".join(lines) + "\n")
     return EXIT_OK if all(claim.holds for claim in claims) else EXIT_DIFFERS
 

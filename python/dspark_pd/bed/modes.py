@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dspark_pd.bed.specs import EngineSpec
+from dspark_pd.bed.specs import Device, EngineSpec
 
 UNIFIED, NO_SPEC = "unified", "no-spec"
 
@@ -174,6 +174,22 @@ WAVES: tuple[Wave, ...] = (
         )
     ),
 )
+
+
+def specs(wave: Wave, pair: Pair, device: Device) -> list[EngineSpec]:
+    """The engines of a wave, in its order."""
+    return [replace(ENGINES[name](pair), device=device) for name in wave.engines]
+
+
+def on_device(waves: list[Wave], device: Device) -> list[Wave]:
+    """Waves without the modes that one GPU cannot run: a stage needs a GPU of its own."""
+    if device == "cpu":
+        return waves
+    kept = [
+        replace(wave, modes=tuple(mode for mode in wave.modes if mode.pp == 1))
+        for wave in waves
+    ]
+    return [wave for wave in kept if wave.modes]
 
 
 def choose(keys: list[str] | None, waves: tuple[Wave, ...] = WAVES) -> list[Wave]:

@@ -6,16 +6,20 @@ as `spec_accept_length`; 1 means that nothing was accepted, gamma + 1 is the mos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dspark_pd.bed.client import Reply
 from dspark_pd.bed.modes import NO_SPEC, Mode
+from dspark_pd.measure.statistics import Figure, by_step
 
 SCHEMA = 1
 MIN_ACCEPT_WITH_CONTEXT = 3.5
 MAX_ACCEPT_WITHOUT_CONTEXT = 1.6
+# Estimates: no GPU has run this.
+MIN_ACCEPT_ON_CUDA = 3.0
+MIN_RATIO_ON_CUDA, MAX_RATIO_ON_CUDA = 0.9, 1.1
 _RATIO_DIGITS = 6
 
 
@@ -47,6 +51,13 @@ class Run:
         """Decode passes of the target per token; 1 without speculation."""
         return sum(self.verify_steps) / self.tokens if any(self.verify_steps) else 1.0
 
+    @property
+    def by_step(self) -> dict[str, Figure]:
+        """Accept length of each verify step after prefill; {} without speculation."""
+        if not any(self.verify_steps):
+            return {}
+        return by_step([reply.steps for reply in self.replies if reply.steps])
+
     def same_output(self, other: Run) -> bool:
         """Every request gave the same tokens."""
         mine = [reply.output_ids for reply in self.replies]
@@ -68,6 +79,9 @@ class Report:
     sglang: str
     gamma: int
     runs: tuple[Run, ...]
+    device: str = "cpu"
+    """On ``cuda``, in bfloat16, batches round differently: texts are reported and not
+    required, accept lengths have a band, and nobody counts bytes."""
 
     def run(self, key: str) -> Run | None:
         """The run of a mode, None when it was not asked for."""
@@ -85,6 +99,7 @@ class Report:
         return {
             "schema": SCHEMA,
             "sglang": self.sglang,
+            "device": self.device,
             "gamma": self.gamma,
             "runs": [_run_json(run) for run in self.runs],
             "parity": {
@@ -112,6 +127,8 @@ class Report:
     def _claims_of(self, run: Run) -> list[Claim]:
         key, reference = run.mode.key, self.reference(run)
         claims = []
+        if self.device == "cuda":
+            return self._claims_in_a_band(run)
         if key != run.mode.reference:
             text = f"{key}: every output equals {reference.mode.key}, token by token"
             claims.append(Claim(text, run.same_output(reference)))
@@ -132,13 +149,35 @@ class Report:
             claims.append(Claim(text, run.bytes_moved > 0))
         return claims
 
+    def _claims_in_a_band(self, run: Run) -> list[Claim]:
+        """A band where rounding decides; a draft without context is far outside it."""
+        key, reference = run.mode.key, self.reference(run)
+        if run.mode.name == NO_SPEC:
+            return []
+        accept = run.accept_length or 0.0
+        if not run.mode.exact:
+            text = f"{key}: accept length {accept:.2f} <= {MAX_ACCEPT_WITHOUT_CONTEXT}"
+            return [Claim(text, 0 < accept <= MAX_ACCEPT_WITHOUT_CONTEXT)]
+        if key == run.mode.reference:
+            text = f"{key}: accept length {accept:.2f} >= {MIN_ACCEPT_ON_CUDA}"
+            return [Claim(text, accept >= MIN_ACCEPT_ON_CUDA)]
+        ratio = accept / (reference.accept_length or 1.0)
+        text = f"{key}: accept length {ratio:.2f} of {reference.mode.key}, 0.9 to 1.1"
+        return [Claim(text, MIN_RATIO_ON_CUDA <= ratio <= MAX_RATIO_ON_CUDA)]
+
     def table(self) -> str:
         """One line per run, aligned, with a header."""
-        rows = [_HEADER, *(self._row(run) for run in self.runs)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        return _aligned([_HEADER, *(self._row(run) for run in self.runs)], _LEFT)
+
+    def step_table(self) -> str:
+        """Accept length by verify step of the runs that speculate; "" without any."""
+        rows = [
+            (run.mode.key, *(_shown(run.by_step.get(str(n))) for n in _STEPS_SHOWN))
+            for run in self.runs
+            if run.by_step
+        ]
+        head = ("accept length at step", *map(str, _STEPS_SHOWN))
+        return _aligned([head, *rows], {0}) if rows else ""
 
     def _row(self, run: Run) -> tuple[str, ...]:
         reference = self.reference(run)
@@ -152,7 +191,7 @@ class Report:
             f"{accept:.2f}" if accept else "-",
             f"{run.target_steps_per_token:.2f}",
             "reference" if run is reference else same,
-            f"{run.bytes_moved:,}",
+            "-" if self.device == "cuda" else f"{run.bytes_moved:,}",
             run.mode.title,
         )
 
@@ -169,11 +208,25 @@ _HEADER = (
     "what it is",
 )
 _LEFT = {0, 8}
+_STEPS_SHOWN = range(1, 9)
 
 
-def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(_cells(row, widths, left)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _shown(figure: Figure | None) -> str:
+    return f"{figure.accept_length:.2f}" if figure and figure.accept_length else "-"
+
+
+def _cells(
+    row: Sequence[str], widths: Sequence[int], left: Container[int]
+) -> list[str]:
     return [
-        text.ljust(width) if i in _LEFT else text.rjust(width)
+        text.ljust(width) if i in left else text.rjust(width)
         for i, (text, width) in enumerate(zip(row, widths, strict=True))
     ]
 
@@ -189,6 +242,9 @@ def _run_json(run: Run) -> dict[str, Any]:
         **tail,
         "requests": [_request_json(i, reply) for i, reply in enumerate(run.replies)],
         "accept_length": run.accept_length,
+        "accept_length_by_step": {
+            step: figure.accept_length for step, figure in run.by_step.items()
+        },
         "target_steps_per_token": run.target_steps_per_token,
         "bytes_moved": run.bytes_moved,
     }

@@ -12,12 +12,19 @@ from typing import Literal
 from dspark_pd.bed.ports import LOOPBACK, Endpoint
 
 Role = Literal["unified", "prefill", "decode"]
+Device = Literal["cpu", "cuda"]
 Flag = str | int | float | bool | None | Sequence[str]
 
 # The tiny models need a few hundred tokens at a time. A small pool keeps memory low,
 # and a pool sized by "free memory" would differ from machine to machine.
 _POOL_TOKENS = 16_384
 _MAX_RUNNING_REQUESTS = 16
+# On a GPU: engines share it, and heads of 32 are too small for some backends.
+_CUDA_FLAGS: Mapping[str, str | float] = {
+    "dtype": "bfloat16",
+    "mem-fraction-static": 0.2,
+    "attention-backend": "triton",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class EngineSpec:
     chunked_prefill: int | None = None
     port: int | None = None
     bootstrap_port: int | None = None
+    device: Device = "cpu"
     args: Mapping[str, Flag] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -64,6 +72,8 @@ class EngineSpec:
             "page-size": self.page_size,
             "chunked-prefill-size": self.chunked_prefill,
         }
+        if self.device == "cuda":
+            flags |= _CUDA_FLAGS
         if self.draft is not None:
             flags["speculative-algorithm"] = "DSPARK"
             flags["speculative-draft-model-path"] = str(self.draft)
@@ -83,7 +93,14 @@ class EngineSpec:
         return [interpreter(), "-m", "sglang.launch_server", *to_argv(flags)]
 
     def environment(self, stats_dir: Path) -> dict[str, str]:
-        """Environment of the engine; `stats_dir` is where NIXL byte counters go."""
+        """Environment of the engine; `stats_dir` is where NIXL byte counters go.
+
+        The CPU platform writes them; on a GPU there are none.
+        """
+        if self.device == "cuda":
+            environ = base_environment()
+            del environ["SGLANG_PLATFORM"]
+            return {**environ, **self.env}
         return {
             **base_environment(),
             "SGLANG_CPU_REFERENCE_STATS_DIR": str(stats_dir),

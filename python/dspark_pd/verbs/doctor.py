@@ -10,8 +10,6 @@ is sent. Exit 1 when there is an error among the findings.
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import textwrap
 
 from dspark_pd.doctor.checks import check_findings
@@ -23,9 +21,9 @@ from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem, Refused, refuse
 from dspark_pd.messages.output import a_path
 from dspark_pd.messages.result import Result
+from dspark_pd.verbs.servers import add_api_key, api_key, seconds
 
 _WIDTH = 88
-_MAX_TIMEOUT_S = 3600
 _EPILOG = """\
 a FILE is one of
   the JSON of dspark-pd describe, which stands in place of the engine's command
@@ -47,25 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, required=True, type=a_path, metavar="URL|FILE", help=text
         )
     text = "seconds to wait for an engine's answer (default: 5)"
-    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help=text)
-    text = "variable that holds the API key of the engines"
-    parser.add_argument("--api-key-env", metavar="NAME", help=text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= _MAX_TIMEOUT_S:
-        wanted = f"a number of seconds above 0, at most {_MAX_TIMEOUT_S}"
-        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
-    return seconds
+    parser.add_argument("--timeout", type=seconds, default=5.0, metavar="S", help=text)
+    add_api_key(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
     """Compare the two engines named in `options`."""
-    key = _api_key(options.api_key_env)
+    key = api_key(options)
     prefill, decode = _read_both(options, key)
     findings = diagnose(prefill, decode)
     errors = any(finding.severity == ERROR for finding in findings)
@@ -99,17 +85,6 @@ def _read_both(options: argparse.Namespace, key: str | None) -> tuple[Engine, En
         raise Refused(problems)
     prefill, decode = engines
     return prefill, decode
-
-
-def _api_key(name: str | None) -> str | None:
-    if name is None:
-        return None
-    key = os.environ.get(name, "").strip()
-    if not key or not key.isprintable() or not key.isascii():
-        what = "holds no key" if key else "is not set"
-        message = f"argument --api-key-env: the variable {name} {what}"
-        refuse("U001", message=message, command="dspark-pd doctor")
-    return key
 
 
 def diagnose(prefill: Engine, decode: Engine) -> list[Finding]:

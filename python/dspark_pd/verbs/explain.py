@@ -9,6 +9,7 @@ from typing import Any
 from dspark_pd.doctor.checks import CHECKS
 from dspark_pd.doctor.remarks import REMARKS
 from dspark_pd.doctor.tables import load, severity_of
+from dspark_pd.measure.diagnosis import CAUSES
 from dspark_pd.messages.errors import Problem, catalogue
 from dspark_pd.messages.result import Result
 from dspark_pd.patchset.patch_set import PatchSet, load_patch_set
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> Result:
     """Explain ``options.name``; refuse with U002 and the nearest names what is none."""
     patch_set = load_patch_set(options.overlay)
     entries = [*_hunks(patch_set), *_errors(), *_rules(), *_tail(), *_doctors()]
+    entries += _measured()
     asked = str(options.name)
     found = [lines for name, lines in entries if name.lower() == asked.lower()]
     if not found:
@@ -74,6 +76,13 @@ def _doctors() -> Iterator[Entry]:
     for found in (*REMARKS.values(), *CHECKS):
         says = {"says": found.message, "leads to": found.consequence, "fix": found.fix}
         yield found.code, _lines(found.code, f"{found.severity}, of the doctor", says)
+
+
+def _measured() -> Iterator[Entry]:
+    for code, cause in CAUSES.items():
+        says = {"means": cause.means, "next": cause.next}
+        says = {label: text.format(place="NAME") for label, text in says.items()}
+        yield code, _lines(code, "found by measure", says)
 
 
 def _lines(code: str, head: str, says: dict[str, Any]) -> list[str]:

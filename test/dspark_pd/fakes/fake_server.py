@@ -43,6 +43,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(500, "a fake error")
         elif self.path.endswith("chat/completions"):
             self._answer(200, _stream(), "text/event-stream")
+        elif body.get("stream"):
+            event = f"data: {json.dumps(_generate(body))}\n\ndata: [DONE]\n\n"
+            self._answer(200, event, "text/event-stream")
         else:
             self._answer(200, json.dumps(_generate(body)))
 

@@ -370,8 +370,11 @@ def leave_peers(scheduler: Scheduler | None) -> None:
         return
     if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:
         manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
-        for room, status in list(manager.request_status.items()):
-            if status != KVPoll.Success:
+        with manager.admission.lock:
+            rooms = list(manager.admission.opened)
+        for room in rooms:
+            # A pipelined prefill keeps statuses in a store that cannot be listed.
+            if manager.request_status.get(room) not in (None, KVPoll.Success):
                 end_room(manager, room, "prefill's scheduler raised; its log says why")
     else:
         held = scheduler.disagg_decode_prealloc_queue.queue

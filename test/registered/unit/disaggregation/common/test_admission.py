@@ -437,12 +437,14 @@ class TestEndedRooms(ThreadCase):
             self.assertEqual(failed.finished_reason.status_code, status)
 
     def test_rooms_of_a_scheduler_that_raised_end(self):
-        """All but the served ones; and its process with them."""
+        """All but the served ones, also of a pipelined prefill; and its process with them."""
         for room in (1, 2):
             open_sender(self.manager, room)
             self.ask(room)
             self.assertTrue(self.is_ready(room))
         self.manager.request_status[2] = KVPoll.Success
+        statuses = self.manager.request_status
+        self.manager.request_status = mock.Mock(spec=["get"], get=statuses.get)
         queue = SimpleNamespace(kv_manager=self.manager)
         exits = self.raise_in_scheduler("PREFILL", disagg_prefill_bootstrap_queue=queue)
         self.answers(1, "prefill's scheduler raised")
