@@ -278,7 +278,10 @@ class TestRefusedRequest(WithServer):
             num_reserved_decode_tokens=512,
         )
         queue.token_to_kv_pool_allocator.prealloc_ceiling_fits.return_value = None
-        queue._prealloc_required_tokens = lambda req: (len(req.origin_input_ids) + 512, 0)
+        queue._prealloc_required_tokens = lambda req: (
+            len(req.origin_input_ids) + 512,
+            0,
+        )
         queue._uses_swa_tail_prealloc = lambda: False
         for tokens, refused in ((288, False), (289, True), (801, True)):
             req = mock.Mock(origin_input_ids=[1] * tokens, finished_reason=None)
