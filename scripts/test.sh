@@ -22,7 +22,7 @@ prepare_environment
 run_pip -r "$ROOT/requirements/check.txt"
 cd "$ROOT"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-# A whole run: one process starts engines, which leave a core idle while they wait for
-# time limits; the other runs what needs none.
+# A whole run: two processes, because engines leave a core idle while they wait for time
+# limits.
 [ $# -gt 0 ] || set -- -n 2
 exec "$VENV/bin/python" -m pytest --durations=15 "$@"

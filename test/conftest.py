@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 _KINDS = ("unit", "e2e", "release")
-_ENGINES = "test/registered/disaggregation/"
+_ENGINES = "test/registered/disaggregation/test_disaggregation_dspark_"
+_FAULTS = ("fault", "leg", "measure", "mismatch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,23 +20,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help=text)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in _KINDS):
             item.add_marker(pytest.mark.unit)
+    if hasattr(config, "workerinput"):  # of several processes; long modules go first
+        items.sort(key=lambda item: not item.nodeid.startswith(_ENGINES))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist one process has all engines, and a module keeps its process.
+    """With pytest-xdist a module keeps its process, and two have all engines.
 
-    The marker xdist_group would say the same, but 3.8 does not reach pytest 9.2 with it.
+    Modules with engines share them, and the process that forks them: those of one group
+    run in one process. The marker xdist_group would say the same, but 3.8 does not reach
+    pytest 9.2 with it.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "e2e" if file.startswith(_ENGINES) else file
+            if not file.startswith(_ENGINES):
+                return file
+            is_fault = file.removeprefix(_ENGINES).startswith(_FAULTS)
+            return "engines that fail" if is_fault else "engines that agree"
 
     return Scheduling(config, log)

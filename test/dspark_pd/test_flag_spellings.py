@@ -117,5 +117,5 @@ def test_the_algorithm_is_the_same_in_any_case(flag: str, name: str) -> None:
     read = parser.parse_args([*MODEL, flag, name]).speculative_algorithm
     assert SpeculativeAlgorithm.from_string(read).is_dspark()
     given, _ = arguments.parse([flag, name], Path())
-    described = load("description").describe(given, role="decode")
+    described = load("description").describe(given, role="prefill")
     assert (described["algorithm"], described["mode"]) == ("DSPARK", "native")

@@ -57,6 +57,7 @@ def guards(tree: ast.AST) -> Iterator[str]:
 
 
 def speaks(condition: ast.expr) -> bool:
+    """Whether it asks for the algorithm; not what a platform is asked about one."""
     return (
         re.search(r"(?<!supports_)spec(ulative)?_algorithm", ast.unparse(condition))
         is not None

@@ -17,7 +17,6 @@ import pytest
 from pd_faults import (
     ask_many,
     during_requests,
-    empty_within,
     is_gone,
     killable,
     raise_in_scheduler,
@@ -27,6 +26,7 @@ from pd_faults import (
 from pd_mismatch import LIMIT_S, Answer, ask, spec
 
 from dspark_pd.bed import Bed, Engine, Router, RouterSpec
+from dspark_pd.bed.leftovers import empty_within
 
 pytestmark = pytest.mark.e2e
 

@@ -36,8 +36,8 @@ PROBE = Path(__file__).parent / "draft_pool_probe"
 # Metadata of one request, from each stage.
 METADATA_BYTES = 1600
 RECALL = make_recall_prompts(6, seed=201)
-# Two prompts fit in it, but not their answers as well.
-DECODE_POOL = {"max-total-tokens": 700, "num-reserved-decode-tokens": 8}
+# SGLang's own: every seventh step retracts, whether or not the pool is full.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
 def kv_bytes_per_token() -> int:
@@ -173,8 +173,7 @@ class TestNativePPRecall:
             target,
             draft,
             overlap=False,
-            args=DECODE_POOL,
-            env=watched(received),
+            env={**watched(received), **RETRACT},
         )
         prefills = [
             EngineSpec(

@@ -466,7 +466,9 @@ class TestTailPartial:
 
 
 @pytest.mark.parametrize("family", sorted(random_models.TARGETS))
-def test_tail_of_other_targets(bed: Bed, tmp_path: Path, family: str) -> None:
+def test_tail_and_native_pp_of_other_targets(
+    bed: Bed, tmp_path: Path, family: str
+) -> None:
     """Pipelined capture in code that models share: draft KV equals a native prefill's."""
     target, draft = random_models.make_pair(tmp_path, family)
     probe = tmp_path / "probe"
@@ -482,20 +484,24 @@ def test_tail_of_other_targets(bed: Bed, tmp_path: Path, family: str) -> None:
             EngineSpec(
                 f"{family}-pp2", "prefill", target, pp=2, args=config, env=CAPTURE
             ),
+            EngineSpec(
+                f"{family}-native-pp2", "prefill", target, draft, pp=2, args=plain
+            ),
         ]
     )
-    decode, native, pp2 = engines
+    decode, *prefills = engines
     prompts = [prompt.ids for prompt in make_prompts(4, seed=1)]
     answers, draft_kv = [], []
-    for prefill in (native, pp2):
+    for prefill in prefills:
         client = Client.direct(prefill, decode)
         answers.append([r.output_ids for r in client.generate(prompts, 16)])
         draft_kv.append([probed(probe, prompt)["kv"] for prompt in prompts])
     bed.stop(*engines)
-    assert answers[0] == answers[1]
-    for mine, theirs in zip(*draft_kv, strict=True):
-        kept = random_models.WINDOW - 1
-        assert_same_draft_kv(mine[:, -kept:], theirs[:, -kept:])
+    assert answers[0] == answers[1] == answers[2]
+    kept = random_models.WINDOW - 1
+    for native, tail, staged in zip(*draft_kv, strict=True):
+        assert_same_draft_kv(tail[:, -kept:], native[:, -kept:])
+        assert_same_draft_kv(staged, native)
 
 
 def test_tail_refusals_at_start(bed: Bed) -> None:

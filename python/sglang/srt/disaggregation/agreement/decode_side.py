@@ -371,12 +371,17 @@ def explain_missing_prefill(
 
     Args:
         error: SGLang's text, which it only logs; the client got "Aborted by AbortReq."
+            A request that had failed for another reason keeps that.
     """
+    manager, room = queue.kv_manager, decode_req.req.bootstrap_room
+    if manager.failure_records.get(room) != "Aborted by AbortReq.":
+        return
     reason = (
         f"[PD-NO-PREFILL] {error}, one a second. Nothing answers at this bootstrap address: "
-        "see that prefill runs, and that the port is its --disaggregation-bootstrap-port."
+        "check that prefill is running, and that the port matches its "
+        "--disaggregation-bootstrap-port."
     )
-    queue.kv_manager.record_failure(decode_req.req.bootstrap_room, reason)
+    manager.record_failure(room, reason)
 
 
 def _tell(

@@ -79,7 +79,7 @@ _KINDS_BEFORE_ROOM = (b"CHUNK_READY", b"AUX_DATA", b"STAGING_REQ", b"ABORT_ACK")
 _MAX_ROOMS = 8192
 _ANSWER_LINGER_MS = 1000
 # From a scheduler's error to its end, for what it has to tell its peers.
-_LAST_WORDS_S = 0.5
+_EXIT_DELAY_S = 0.5
 
 
 def guard_socket(manager: CommonKVManager) -> None:
@@ -318,8 +318,20 @@ def end_room(manager: CommonKVManager, room: int, reason: str) -> None:
 
 
 def announce_failure(manager: CommonKVManager, room: int) -> None:
-    """End a room whose status becomes Failed on this engine, if it is a prefill."""
-    if isinstance(getattr(manager, "admission", None), PrefillAdmission):
+    """End a room that is about to fail on this engine, if it is a prefill.
+
+    Not one whose KV may still be written: decode would give its memory to another
+    request, unless it waits for an acknowledgment. Only NIXL marks such rooms.
+    """
+    if not isinstance(getattr(manager, "admission", None), PrefillAdmission):
+        return
+    status = manager.request_status.get(room)
+    marks_writes = hasattr(manager, "agent")
+    is_quiet = status == KVPoll.Bootstrapping or (
+        status == KVPoll.WaitingForInput
+        and (marks_writes or manager.enable_deferred_decode_kv_release)
+    )
+    if is_quiet:
         reason = manager.failure_records.get(room, "prefill failed this request")
         end_room(manager, room, reason)
 
@@ -343,13 +355,11 @@ def announces_refusals(add: Callable[..., None]) -> Callable[..., None]:
 def refusal_of(req: Req) -> str | None:
     """Why an engine refused a request at its intake; None for one that it took."""
     # Not at the top: those modules import this one's callers.
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+    from sglang.srt.disaggregation.utils import _is_fake_transfer
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     refusal = req.finished_reason
-    if req.bootstrap_host == FAKE_BOOTSTRAP_HOST:  # a request without another engine
-        return None
-    if not isinstance(refusal, FINISH_ABORT):
+    if not isinstance(refusal, FINISH_ABORT) or _is_fake_transfer(req):
         return None
     is_clients = refusal.status_code == HTTPStatus.BAD_REQUEST
     return f"{BAD_REQUEST} {refusal.message}" if is_clients else refusal.message
@@ -368,6 +378,16 @@ def leave_peers(scheduler: Scheduler | None) -> None:
     """
     if scheduler is None or scheduler.disaggregation_mode == DisaggregationMode.NULL:
         return
+    timer = threading.Timer(_EXIT_DELAY_S, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+    try:
+        _end_rooms(scheduler)
+    except Exception:  # of a scheduler that raised, anything may be half done
+        logger.exception("Could not tell the peers of a scheduler that raised")
+
+
+def _end_rooms(scheduler: Scheduler) -> None:
     if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:
         manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
         with manager.admission.lock:
@@ -379,10 +399,8 @@ def leave_peers(scheduler: Scheduler | None) -> None:
     else:
         held = scheduler.disagg_decode_prealloc_queue.queue
         for request in held + scheduler.disagg_decode_transfer_queue.queue:
-            request.kv_receiver.abort()
-    last = threading.Timer(_LAST_WORDS_S, os._exit, [1])
-    last.daemon = True
-    last.start()
+            if request.kv_receiver is not None:
+                request.kv_receiver.abort()
 
 
 def fail_chunk(

@@ -11,6 +11,7 @@ peers is worse than one whose port refuses connections.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.runtime_context import get_disagg
 
 if TYPE_CHECKING:
@@ -127,9 +129,11 @@ def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     lock = threading.RLock()
 
     @functools.wraps(method)
-    def run(*args, **kwargs) -> None:
-        with lock:
-            method(*args, **kwargs)
+    def run(manager: CommonKVManager, bootstrap_room: int, status: KVPoll) -> None:
+        # A deferred room that fails is announced to decode, which can block the sender.
+        waits = getattr(manager, "deferred_bootstrap", None) is not None
+        with contextlib.nullcontext() if waits and status == KVPoll.Failed else lock:
+            method(manager, bootstrap_room, status)
 
     return run
 

@@ -1,9 +1,9 @@
 """Requests that an engine cannot serve are refused when they arrive.
 
 SGLang takes these to its scheduler, where they end the engine or leave the request
-without an answer: a prompt without tokens, a token id that the model does not have, logprobs that do
-not exist, and a bootstrap room that another request is using. The samples of ``n`` above 1 get rooms of
-their own here, for the same reason.
+without an answer: a prompt without tokens, a token id that the model does not have,
+logprobs that do not exist, and a bootstrap room that another request is using. The
+samples of ``n`` above 1 get rooms of their own here, for the same reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_request(
     overrides = obj.positional_embed_overrides
     if overrides is not None and not isinstance(overrides, PositionalEmbeds):
         raise ValueError(
-            "positional_embed_overrides are for callers in this process. Leave them out."
+            "positional_embed_overrides cannot be set over HTTP. Leave them out."
         )
     if obj.return_logprob:
         _check_logprobs(obj, vocab_size)
@@ -113,16 +113,16 @@ def refuse_used_room(queue: DecodePreallocQueue, req: Req) -> bool:
     """
     from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 
+    if _is_fake_transfer(req):
+        return False
     manager, room = queue.kv_manager, req.bootstrap_room
     # Rooms of aborted requests whose KV prefill may still write.
     ending = getattr(manager, "_deferred_abort_ack_tracker", ())
     if room not in manager.request_status and room not in ending:
         return False
-    if _is_fake_transfer(req):
-        return False
     message = (
-        f"Bootstrap room {room} of request {req.rid} is that of another request which has "
-        "not ended. Give each request a room of its own."
+        f"Bootstrap room {room} of request {req.rid} is still in use by another request. "
+        "Give each request a room of its own."
     )
     prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

@@ -118,16 +118,17 @@ class TailBuffer:
         # Of a pipeline only the ranks of one stage have one.
         here = parallel.tp_size * parallel.pp_size // parallel.nnodes
         ranks = min(parallel.tp_size, here)
-        wanted, available = rows * spec.slot_bytes, psutil.virtual_memory().available
+        wanted, total = rows * spec.slot_bytes, psutil.virtual_memory().total
         sizes = (
             f"{rows} requests of {spec.slot_bytes / (1 << 20):.2f} MiB are "
             f"{wanted / (1 << 20):.0f} MiB of host memory for this rank, and "
             f"{ranks * wanted / (1 << 20):.0f} MiB for all ranks on this host"
         )
-        if ranks * wanted > available // 2:
+        # Not what is free: ranks that ask while others allocate must agree.
+        if ranks * wanted > total // 2:
             raise HandoffConfigError(
                 f"A tail of {spec.tail_tokens} tokens does not fit: {sizes}; "
-                f"{available >> 20} MiB are free, of which half may be taken. Lower "
+                f"this machine has {total >> 20} MiB, of which half may be taken. Lower "
                 f"{TAIL_TOKENS} on prefill, or --max-running-requests on this engine."
             )
         logger.info("DSpark handoff: %s.", sizes)

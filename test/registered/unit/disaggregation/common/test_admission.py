@@ -400,6 +400,21 @@ class TestEndedRooms(ThreadCase):
         gone.clear()
         self.answers(2, "Aborted by AbortReq.")
 
+    def test_decode_is_not_told_while_its_kv_may_be_written(self):
+        """It would give the memory to another request; its timeout is what remains."""
+        with mock.patch.object(admission, "end_room") as end:
+            open_sender(self.manager, 1)
+            self.manager.update_status(1, KVPoll.Transferring)
+            self.manager.update_status(1, KVPoll.Failed)
+            self.assertEqual(end.call_count, 0)
+            del self.manager.agent  # another backend, which does not mark such rooms
+            open_sender(self.manager, 2)
+            self.manager.update_status(2, KVPoll.WaitingForInput)
+            for waits in (False, True):
+                self.manager.enable_deferred_decode_kv_release = waits
+                admission.announce_failure(self.manager, 2)
+                self.assertEqual(end.call_count, int(waits))
+
     def test_decode_that_gave_a_room_up_hears_nothing(self):
         for room in (1, 2):
             open_sender(self.manager, room)
@@ -451,13 +466,13 @@ class TestEndedRooms(ThreadCase):
         self.assertTrue(wait_for(lambda: exits.call_args == mock.call(1)))
 
     def test_a_decode_whose_scheduler_raised_aborts_its_rooms(self):
-        held = [mock.Mock(), mock.Mock()]
+        held = [mock.Mock(), mock.Mock(), mock.Mock(kv_receiver=None)]
         exits = self.raise_in_scheduler(
             "DECODE",
             disagg_decode_prealloc_queue=SimpleNamespace(queue=held[:1]),
             disagg_decode_transfer_queue=SimpleNamespace(queue=held[1:]),
         )
-        for one in held:
+        for one in held[:2]:
             one.kv_receiver.abort.assert_called_once_with()
         self.assertTrue(wait_for(lambda: exits.called))
         self.assertFalse(self.raise_in_scheduler("NULL").called)

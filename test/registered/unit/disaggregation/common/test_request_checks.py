@@ -200,7 +200,7 @@ class TestRooms(CustomTestCase):
         self.queue._resolve_prefill_dp_rank = lambda _: None
         self.queue.pending_reqs = []
 
-    def add(self, room, host="127.0.0.1"):
+    def add(self, room, host="127.0.0.1", **how):
         req = mock.Mock(bootstrap_room=room, bootstrap_host=host, rid="the second")
         with (
             mock.patch(
@@ -210,7 +210,7 @@ class TestRooms(CustomTestCase):
             ),
             mock.patch.object(utils, "prepare_abort") as abort,
         ):
-            self.queue.add(req)
+            self.queue.add(req, **how)
         return abort.call_args
 
     def test_a_used_room_is_refused(self):
@@ -224,6 +224,25 @@ class TestRooms(CustomTestCase):
     def test_a_room_whose_kv_may_still_be_written_is_in_use(self):
         self.manager._deferred_abort_ack_tracker = {1: set()}
         self.assertIsNotNone(self.add(1))
+
+    def test_a_retracted_request_keeps_its_place(self):
+        """Its room was free for another request while it ran."""
+        self.manager.update_status(1, KVPoll.Bootstrapping)
+        self.queue.token_to_kv_pool_allocator = None
+        self.queue.retracted_queue = []
+        with mock.patch(
+            "sglang.srt.disaggregation.decode.dsv4_needs_rebootstrap", lambda _: False
+        ):
+            self.assertIsNone(self.add(1, is_retracted=True))
+        self.assertEqual(len(self.queue.retracted_queue), 1)
+
+    def test_the_fake_backend_has_no_rooms(self):
+        """Its manager keeps none, and its requests name no prefill."""
+        self.queue.kv_manager = object()
+        fake = SimpleNamespace(disaggregation_transfer_backend="fake")
+        with mock.patch.object(utils, "get_disagg", lambda: fake):
+            self.assertIsNone(self.add(1, host=None))
+        self.entered.assert_called_once()
 
     def test_a_free_room_is_taken(self):
         self.manager.update_status(1, KVPoll.Bootstrapping)

@@ -291,8 +291,8 @@ class TestAttach(HandoffCase):
 
     def test_memory_is_checked(self):
         self.capture()
-        available = SimpleNamespace(available=100)
-        with mock.patch("psutil.virtual_memory", lambda: available):
+        memory = SimpleNamespace(total=100)
+        with mock.patch("psutil.virtual_memory", lambda: memory):
             with self.refuse("--max-running-requests"):
                 self.attach(self.scheduler())
 

@@ -211,9 +211,9 @@ class TestMemory(TailCase):
             schedule.max_running_requests = 16
             self.assertEqual(resolve(1 << 20), 16)
 
-    def allocate(self, rows, available, **parallel):
+    def allocate(self, rows, total, **parallel):
         defaults = dict(tp_size=1, pp_size=1, nnodes=1)
-        memory = SimpleNamespace(available=available)
+        memory = SimpleNamespace(total=total)
         with (
             mock.patch(
                 "sglang.srt.runtime_context.get_parallel",
@@ -298,7 +298,7 @@ class TestMemory(TailCase):
 
     def test_decode_without_memory_lets_prefill_refuse(self):
         activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
-        nothing = SimpleNamespace(available=0)
+        nothing = SimpleNamespace(total=0)
         message = [b"x"]
         with (
             self.one_rank(),
