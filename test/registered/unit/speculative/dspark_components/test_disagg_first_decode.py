@@ -26,7 +26,6 @@ register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 DSPARK = SpeculativeAlgorithm.DSPARK
 POOL_ROWS = 8
 STALE_TOKEN = 999
-# What caches a batch, by the names of several releases.
 CACHED = ("checkpoint_kv_cache", "maybe_cache_unfinished_req")
 # DSPARK relays no hidden states; asking would need a published server config.
 no_hidden_states = mock.patch(
@@ -76,10 +75,9 @@ def hand_off(algorithm=DSPARK, overlap=True, tokens=(41, 42), future_map=None):
 
 class HandoffTestCase(CustomTestCase):
     def setUp(self):
-        no_hidden_states.start()
-        self.addCleanup(no_hidden_states.stop)
-        no_streams.start()
-        self.addCleanup(no_streams.stop)
+        for patch in (no_hidden_states, no_streams):
+            patch.start()
+            self.addCleanup(patch.stop)
 
 
 def make_input(tokens, indices=None):
