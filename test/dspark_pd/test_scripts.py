@@ -169,11 +169,17 @@ def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
 def test_the_gpu_recipe_is_described_by_its_own_scripts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the docs say: a program of that name in front on PATH; the pair has no errors."""
-    stub = tmp_path / "sglang"
-    describe = f"{sys.executable} -m dspark_pd describe -q --without-sglang --"
-    stub.write_text(f'#!/bin/sh\nexec {describe} sglang "$@"\n')
-    stub.chmod(0o755)
+    """As ``describe --help`` says: a program of that name in front on PATH."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["describe", "--help"])
+    told = capsys.readouterr().out.splitlines()
+    [made] = [line for line in told if line.startswith("  printf ")]
+    made = made.replace("/tmp/describe", str(tmp_path)).replace(
+        "dspark-pd describe",
+        f"{sys.executable} -m dspark_pd describe -q --without-sglang",
+    )
+    subprocess.run(["sh", "-c", made], check=True, timeout=30)
+    (tmp_path / "sglang").chmod(0o755)
     pair = []
     for role in ("prefill", "decode"):
         done = subprocess.run(
