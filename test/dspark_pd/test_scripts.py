@@ -221,3 +221,57 @@ def test_every_launch_script_has_its_flags_parsed_here() -> None:
 @pytest.mark.parametrize("script", [*SHELL, *PYTHON], ids=name_of)
 def test_a_script_can_be_started(script: Path) -> None:
     assert os.access(script, os.X_OK)
+
+
+def soaked(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "soak.py"), *options],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_soak_without_sglang_says_what_to_install(tmp_path: Path) -> None:
+    """The system's Python, say: refused before an engine starts, in sentences."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    bare.chmod(0o755)
+    done = soaked("--minutes", "0.01", DSPARK_PD_PYTHON=str(bare))
+    assert done.returncode == 2
+    assert "soak: SGLang is missing" in done.stderr
+    assert f"next: cd {SCRIPTS.parent} && {bare} -m pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--minutes=-1", "a number above 0"),
+        ("--minutes=nan", "a number above 0"),
+        ("--limit=0", "a number above 0"),
+        ("--leavers=2", "0 to 1"),
+        ("--in-flight=0", "1 or more"),
+        ("--new-tokens 9 2", "LOW HIGH"),
+    ],
+)
+def test_a_soak_refuses_a_number_that_means_nothing(option: str, expected: str) -> None:
+    done = soaked(*option.split())
+    assert done.returncode == 2
+    assert f"expected {expected}, found" in done.stderr
+
+
+def test_the_help_of_the_soak_describes_each_option() -> None:
+    text = " ".join(soaked("--help").stdout.split())
+    for option, told in (
+        ("--minutes N", "minutes of traffic"),
+        ("--seed N", "drawn from it"),
+        ("--in-flight N", "clients at a time"),
+        ("--leavers SHARE", "leave early"),
+        ("--prompt-tokens LOW HIGH", "tokens of a prompt"),
+        ("--new-tokens LOW HIGH", "tokens of an answer"),
+        ("--limit SECONDS", "hung"),
+        ("tail-pp2} ...]", "one for each word"),
+    ):
+        assert told in text.rpartition(f"{option} ")[2][:80], option
