@@ -143,3 +143,27 @@ def test_a_count_of_requests_that_is_not_positive_is_refused(
         main([f"--requests={count}"])
     assert ended.value.code == 2
     assert f"expected 1 or more, found '{count}'" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_does_not_cost_the_run(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk: the table is printed, then the error about the file."""
+    assert main([*arguments, "--modes", "pd-native", "--json", "/dev/full"]) == 6
+    said = capsys.readouterr()
+    assert "verify steps = passes of the target" in said.out
+    assert "ok   pd-native: every output equals unified" in said.out
+    assert "demo: --json /dev/full was not written; the table above" in said.err
+    assert "No space left on device" in said.err
+
+
+@pytest.mark.parametrize(
+    ("path", "found"), [(".", "is a folder"), ("no/such.json", "mkdir -p")]
+)
+def test_a_report_that_has_no_place_is_refused_before_engines_start(
+    path: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--json", str(tmp_path / path)])
+    assert ended.value.code == 2
+    assert found in capsys.readouterr().err
