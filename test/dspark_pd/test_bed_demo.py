@@ -153,7 +153,7 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_run(
     said = capsys.readouterr()
     assert "verify steps = passes of the target" in said.out
     assert "ok   pd-native: every output equals unified" in said.out
-    assert "demo: --json /dev/full was not written; the table above" in said.err
+    assert "demo: --json /dev/full was not written; what is printed above" in said.err
     assert "No space left on device" in said.err
 
 

@@ -90,6 +90,19 @@ def test_one_report_has_all_checks(
     assert lines[6].startswith("FAIL 7  native, retraction")
 
 
+def test_a_list_whose_report_cannot_be_written_says_so(
+    ready: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "measure", lambda *_: found())
+    assert gpu_check.main(["--device", "cpu", "--json", "/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("ok   1  engines start and serve")
+    assert "gpu_check: --json /dev/full was not written" in said.err
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main(["--json", str(ready.parent)])
+    assert "is a folder" in capsys.readouterr().err
+
+
 def test_engines_that_do_not_start_fail_their_checks_and_no_others(
     ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ asked cannot be done on this machine, 6 when the report cannot be written.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
 from dspark_pd.bed.ports import claim_port
 from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.prompts import Prompt, make_prompts
-from dspark_pd.bed.report import Report, Run
+from dspark_pd.bed.report import Report, Run, write_report
 from dspark_pd.bed.specs import RouterSpec
 from dspark_pd.messages.exit_codes import FILE_SYSTEM
 from dspark_pd.messages.output import Parser, a_new_file, a_path, write
@@ -105,15 +104,9 @@ def run(args: argparse.Namespace) -> int:
 def _written(path: Path, report: Report, code: int) -> int:
     """Write the report; `code`, or another when that fails: the table is printed by then."""
     try:
-        path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    except OSError as error:
-        problem = BedError(
-            f"--json {path} was not written; the table above is all there is",
-            expected="a file that this user can write, on a disk with room",
-            found=str(error),
-            next_step="run again with another file",
-        )
-        print(f"\ndemo: {problem}", file=sys.stderr)
+        write_report(path, report.as_json())
+    except BedError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
         return FILE_SYSTEM
     return code
 

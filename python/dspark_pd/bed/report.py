@@ -6,11 +6,14 @@ as `spec_accept_length`; 1 means that nothing was accepted, gamma + 1 is the mos
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dspark_pd.bed.client import Reply
+from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.modes import NO_SPEC, Mode
 from dspark_pd.measure.statistics import Figure, by_step
 
@@ -21,6 +24,19 @@ MAX_ACCEPT_WITHOUT_CONTEXT = 1.6
 MIN_ACCEPT_ON_CUDA = 3.0
 MIN_RATIO_ON_CUDA, MAX_RATIO_ON_CUDA = 0.9, 1.1
 _RATIO_DIGITS = 6
+
+
+def write_report(path: Path, data: dict[str, Any]) -> None:
+    """Write what was found; BedError when the file does not take it."""
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise BedError(
+            f"--json {path} was not written; what is printed above is all there is",
+            expected="a file that this user can write, on a disk with room",
+            found=str(error),
+            next_step="run again with another file",
+        ) from error
 
 
 @dataclass(frozen=True)
