@@ -134,7 +134,14 @@ def test_an_assert_that_does_not_hold_exits_with_1(start: Start, run: Run) -> No
     assert run(*options, "--assert", "ratio>=0.1").code == 1
 
 
-@pytest.mark.parametrize("text", ["ratio", "ratio>x", "speed>=1", "ratio.steps>=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("ratio", "ratio>x", "speed>=1", "ratio.steps>=1", "accept_length.step>=1"),
+        *("ratio.tier.stroage>=1", "ratio.step.18>=1", "ratio.step.17>=1"),
+        *("ratio.prompt.17-64>=1", "ratio.prefill.>=1"),
+    ],
+)
 def test_an_assert_that_names_no_figure_is_refused(run: Run, text: str) -> None:
     found = run("measure", "--url", "http://127.0.0.1:1", "--assert", text)
     assert (found.code, found.codes) == (2, ["U001"])
@@ -319,6 +326,23 @@ def test_streams_that_are_cut_keep_the_others(start: Start, run: Run) -> None:
     assert "read the logs of the router" in error["error"]
 
 
+def test_an_event_of_an_unknown_form_fails_its_request(start: Start, run: Run) -> None:
+    server = start(finish_reason=lambda number: "stop" if number in (1, 3) else None)
+    options = ["--requests", 3, "--concurrency", 1]
+    found = run("measure", "--url", server.url, *options)
+    assert (found.code, found.data["failed"], found.data["completed"]) == (1, 2, 1)
+    assert "another form" in found.data["errors"][0]["error"]
+
+
+def test_a_request_without_an_outcome_is_no_success(
+    start: Start, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_pd.verbs.measure.send", lambda *_: True)
+    found = run("measure", "--url", start().url, "--requests", 3)
+    assert (found.code, found.data["completed"]) == (1, 0)
+    assert "3 requests without an outcome" in found.document["notes"][-1]
+
+
 def test_a_router_that_drops_all_counts_is_refused(start: Start, run: Run) -> None:
     server = start(counts=False)
     # Nor logprobs.
@@ -352,9 +376,15 @@ def test_a_key_is_asked_for(
     assert run("measure", "--url", server.url, *options).code == 0
 
 
-@pytest.mark.parametrize("count", ["0", "x", "-1"])
-def test_counts_are_checked(run: Run, count: str) -> None:
-    found = run("measure", "--url", "http://127.0.0.1:9", f"--requests={count}")
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(f"--requests={count}" for count in ("0", "x", "-1", 10**23)),
+        *(f"--temperature={value}" for value in ("-1", "nan", "inf", "x")),
+    ],
+)
+def test_numbers_are_checked(run: Run, option: str) -> None:
+    found = run("measure", "--url", "http://127.0.0.1:9", option)
     assert (found.code, found.codes) == (2, ["U001"])
 
 
@@ -408,6 +438,19 @@ def test_made_prompts_depend_on_the_seed_alone() -> None:
     assert text[period:].startswith(text[: len(text) - period][:20])
 
 
+@pytest.mark.parametrize("dataset", ["repeat", "random"])
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_made_prompts_can_be_short(dataset: str, length: int) -> None:
+    texts = [p.text or "" for p in make_prompts(dataset, 5, length, 1)]
+    assert all(1 <= len(text) <= length for text in texts)
+
+
+def test_a_line_of_prompts_ends_at_a_newline_only(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"text": "a\u2028b"}\r\nplain\x85words\n'.encode())
+    assert [p.text for p in read_prompts(path)] == ["a\u2028b", "plain\x85words"]
+
+
 def test_prompts_of_a_file(tmp_path: Path, start: Start, run: Run) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = ["plain words", '{"text": "t"}', '"a string"', '{"input_ids": [1, 2]}']
@@ -435,6 +478,19 @@ def test_a_file_without_prompts_is_refused(
     path.write_text(line)
     found = run("measure", "--url", start().url, "--prompts", path)
     assert (found.code, found.codes) == (2, ["U001"])
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_token_ids_need_the_endpoint_on_which_routers_take_them(
+    tmp_path: Path, start: Start, run: Run, endpoint: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input_ids": [1, 2]}')
+    options = ["--prompts", path, "--endpoint", endpoint]
+    found = run("measure", "--url", start().url, *options)
+    assert (found.code, found.codes) == (2, ["U001"])
+    text = found.document["errors"][0]["found"]
+    assert text.endswith("need --endpoint generate")
 
 
 def test_assertions_compare() -> None:

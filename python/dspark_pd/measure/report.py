@@ -11,7 +11,14 @@ from typing import Any, Final
 
 from dspark_pd.measure.client import Served
 from dspark_pd.measure.diagnosis import Finding
-from dspark_pd.measure.statistics import REST, Figure, Measured, Speed, lowest
+from dspark_pd.measure.statistics import (
+    REST,
+    Figure,
+    Measured,
+    Speed,
+    can_be_named,
+    lowest,
+)
 
 SCHEMA: Final = 1
 _COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
@@ -58,9 +65,12 @@ class Assertion:
             raise ValueError(f"{text} is not FIGURE>=NUMBER")
         figure, op, limit = found.groups()
         base, _, group = figure.partition(".")
+        kind, named, name = group.partition(".")
         known = figure in _SINGLE
-        if group and base in ("ratio", "accept_length"):
-            known = group.partition(".")[0] in _GROUPS
+        if base == "ratio" and not named:
+            known = known or kind in _GROUPS
+        elif base in ("ratio", "accept_length"):
+            known = known or can_be_named(kind, name)
         if not known:
             raise ValueError(f"no figure {figure}; there are {NAMES}")
         return cls(text, figure, op, float(limit))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from dspark_pd.verbs.servers import add_api_key, api_key, seconds
 
 _LOOK_S = 10.0
 _FIRST_TOKENS = 8
+_MOST = 1_000_000
 _EPILOG = f"""\
 figures for --assert: {NAMES}
 a figure that was not measured holds nothing
@@ -112,14 +114,24 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, help=text)
     text = "of sampling (default: 0; texts are compared at 0 only)"
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help=text
+        "--temperature", metavar="T", type=_temperature, default=0.0, help=text
     )
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST}, found {text!r}")
     return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text!r}")
+    return found
 
 
 def _url(text: str) -> str:
@@ -176,10 +188,9 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
     if problem:
         message = f"argument --prompts: {options.prompts}: {problem}"
         refuse("U001", message=message, command="dspark-pd measure")
-    if options.endpoint == "chat" and any(p.ids is not None for p in found):
-        message = (
-            "argument --prompts: input_ids need --endpoint generate or completions"
-        )
+    if options.endpoint != "generate" and any(p.ids is not None for p in found):
+        # Routers take token ids on /generate only.
+        message = "argument --prompts: input_ids need --endpoint generate"
         refuse("U001", message=message, command="dspark-pd measure")
     return found
 
@@ -321,7 +332,8 @@ def _result(
     head = [f"{n:<10} {d.shown}" for n, d in zip(names, found, strict=False)]
     answered = f"{len(measured.good)} of {measured.planned} requests answered"
     lines = [*head, f"{'requests':<10} {answered}", ""]
-    failed = measured.failed or not all(a["holds"] for a in data["asserts"])
+    lost = complete and measured.planned > len(measured.served)
+    failed = measured.failed or lost or not all(a["holds"] for a in data["asserts"])
     code = exit_codes.DIFFERS if failed else exit_codes.OK
     return Result(
         exit_code=code if complete else exit_codes.INTERRUPTED,
@@ -334,6 +346,9 @@ def _result(
 def _remarks(measured: Measured, complete: bool) -> Iterator[str]:
     if not complete:
         yield "interrupted: the figures are of the requests that were answered until then"
+    lost = measured.planned - len(measured.served)
+    if complete and lost:
+        yield f"{count(lost, 'request')} without an outcome: a fault of dspark-pd, please report it"
     if measured.unread_steps:
         yield (
             f"{count(measured.unread_steps, 'request')} came with merged events and no "
