@@ -102,6 +102,10 @@ class Measured:
         return [s for s in self.served if s.error is not None]
 
     @property
+    def reference_failed(self) -> list[Served]:
+        return [s for s in self.reference or () if s.error is not None]
+
+    @property
     def pairs(self) -> list[tuple[Served, Served]]:
         """Requests that the reference has answered too."""
         known = {
@@ -133,7 +137,11 @@ class Measured:
     @property
     def unread_steps(self) -> int:
         """Requests whose steps could not be told apart."""
-        return sum(s.steps is None for s in self.good if s.verify_steps)
+        return _unread(self.good)
+
+    @property
+    def reference_unread_steps(self) -> int:
+        return _unread([s for s in self.reference or () if s.error is None])
 
     def by_step(self) -> dict[str, Figure]:
         """One figure for each of the first steps, one for the rest."""
@@ -203,6 +211,10 @@ class Measured:
         if not low:
             return 1
         return None if low[-1] == max(ratios) else low[-1] + 1
+
+
+def _unread(served: Sequence[Served]) -> int:
+    return sum(s.steps is None for s in served if s.verify_steps)
 
 
 def _beside(figure: Figure, reference: float | None) -> Figure:
