@@ -57,7 +57,9 @@ def found(holds: bool = True) -> dict[str, Any]:
 
 def test_a_check_fails_by_an_assert_or_by_the_log() -> None:
     check = next(check for check in ALL if check.log)
-    words = "DSpark handoff: 32 metadata slots of 9 bytes, 1.0 MiB of host memory."
+    words = (
+        "DSpark handoff: 17 requests of 0.05 MiB are 1 MiB of host memory for this rank"
+    )
     assert gpu_check.judge(check, found(), lambda name: words) == ""
     assert "has no" in gpu_check.judge(check, found(), lambda name: "nothing")
     assert "ratio>=0.9" in gpu_check.judge(check, found(False), lambda name: words)

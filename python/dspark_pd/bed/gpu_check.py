@@ -108,10 +108,10 @@ WAVES: tuple[Wave, ...] = (
                 "unified-sliding",
             ),
             Check(
-                "tail, metadata slots in pinned memory, default --max-running-requests",
+                "tail, rows in pinned memory, default --max-running-requests",
                 ("tail-eager", "tail-decode"),
                 "unified-sliding",
-                log=("tail-eager", r"metadata slots of .*MiB of host memory"),
+                log=("tail-eager", r"requests of .*MiB of host memory"),
             ),
         ),
         {
