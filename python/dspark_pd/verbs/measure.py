@@ -40,6 +40,7 @@ from dspark_pd.measure.runner import run as send
 from dspark_pd.measure.statistics import Measured
 from dspark_pd.messages import exit_codes
 from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.messages.output import a_new_file
 from dspark_pd.messages.result import Result, count
 from dspark_pd.verbs.servers import add_api_key, api_key, seconds
 
@@ -88,9 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=text,
     )
     text = "write the report as JSON"
-    parser.add_argument("--save", metavar="FILE", type=_writable, help=text)
+    parser.add_argument("--save", metavar="FILE", type=a_new_file, help=text)
     text = "write accept length by step as SVG"
-    parser.add_argument("--plot", metavar="FILE", type=_writable, help=text)
+    parser.add_argument("--plot", metavar="FILE", type=a_new_file, help=text)
     text = "seconds to wait for the next event of a stream (default: 120)"
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="S", help=text
@@ -152,13 +153,6 @@ def _assertion(text: str) -> Assertion:
         return Assertion.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _writable(text: str) -> Path:
-    path = Path(text)
-    if not path.resolve().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in an existing folder")
-    return path
 
 
 def run(options: argparse.Namespace) -> Result:
