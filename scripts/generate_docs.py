@@ -34,8 +34,6 @@ from dspark_pd.patchset.hunk import Hunk  # noqa: E402
 from dspark_pd.patchset.patch_set import load_patch_set  # noqa: E402
 
 DOCS = ROOT / "docs_new" / "docs"
-OWN_PARSERS = ("demo", "describe", "doctor", "explain", "export")
-OWN_OPTIONS = ("explain", "export", "describe", "doctor")
 COMMENTS = {".mdx": ("{/* ", " */}"), ".md": ("<!-- ", " -->")}
 
 
@@ -252,27 +250,26 @@ def error_table() -> str:
 
 
 def option_reference() -> str:
-    """Return the help of each verb, at a width that does not depend on the terminal."""
-    parser = build_parser()
-    (verbs,) = (
-        action.choices
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    parts = []
-    for verb, sub in verbs.items():
-        if verb not in OWN_PARSERS:
-            parts.append(f"### {verb}\n\n```\n{help_text(sub)}\n```")
-    for verb in OWN_OPTIONS:
-        parts.append(f"### {verb}\n\n```\n{help_text(dict(_verbs(verb))[verb])}\n```")
+    """Return the help of each verb, at a width that does not depend on the terminal.
+
+    ``demo`` has a parser of its own, which starts engines.
+    """
+    parts = [
+        f"### {verb}\n\n```\n{help_text(parsers_of(verb)[verb])}\n```"
+        for verb in parsers_of(None)
+        if verb != "demo"
+    ]
     return "\n\n".join(parts)
 
 
-def _verbs(asked: str) -> list[tuple[str, argparse.ArgumentParser]]:
-    for action in build_parser(asked)._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return list(action.choices.items())
-    return []
+def parsers_of(asked: str | None) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each verb; a large one has its options only if it is asked for."""
+    (verbs,) = (
+        action.choices
+        for action in build_parser(asked)._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(verbs)
 
 
 def help_text(parser: argparse.ArgumentParser) -> str:

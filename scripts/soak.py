@@ -20,6 +20,7 @@ change of how rooms begin and end, not to CI.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import random
@@ -30,6 +31,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
@@ -43,6 +45,8 @@ from dspark_pd.bed import (  # noqa: E402
     Router,
     RouterSpec,
 )
+from dspark_pd.bed.checks import check_applied, check_installed  # noqa: E402
+from dspark_pd.bed.errors import BedError  # noqa: E402
 from dspark_pd.bed.leftovers import empty_within, holdings, resident_mib  # noqa: E402
 from dspark_pd.bed.prompts import make_prompts  # noqa: E402
 
@@ -178,20 +182,73 @@ def soak(engines: list[Engine], router: Router, options: argparse.Namespace) -> 
     return answered and flat and same and not (dead or any(left_over.values()))
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0, of an option."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+
+
+def share(text: str) -> float:
+    """A part of a whole, of an option."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected 0 to 1, found {text!r}")
+
+
+def count(text: str) -> int:
+    """1 or more, of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
+    return int(text)
+
+
 def main() -> int:
     """Start the engines, soak them, and exit with 1 unless all is well."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=6)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--in-flight", type=int, default=8)
-    parser.add_argument("--leavers", type=float, default=0.05)
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(1, 700))
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=(1, 48))
-    parser.add_argument("--limit", type=float, default=90)
-    parser.add_argument(
-        "--prefills", nargs="+", choices=PREFILLS, default=["native", "tail-pp2"]
+    add = parser.add_argument
+    text = "minutes of traffic after the warm-up (default: %(default)s)"
+    add("--minutes", metavar="N", type=above_zero, default=6, help=text)
+    text = "requests are drawn from it (default: %(default)s)"
+    add("--seed", metavar="N", type=int, default=1, help=text)
+    text = "clients at a time (default: %(default)s)"
+    add("--in-flight", metavar="N", type=count, default=8, help=text)
+    text = "part of the clients that leave early, 0 to 1 (default: %(default)s)"
+    add("--leavers", metavar="SHARE", type=share, default=0.05, help=text)
+    low_high: dict[str, Any] = {"nargs": 2, "metavar": ("LOW", "HIGH"), "type": count}
+    text = "tokens of a prompt (default: 1 700)"
+    add("--prompt-tokens", default=(1, 700), help=text, **low_high)
+    text = "tokens of an answer (default: 1 48)"
+    add("--new-tokens", default=(1, 48), help=text, **low_high)
+    text = "seconds after which a request counts as hung (default: %(default)s)"
+    add("--limit", metavar="SECONDS", type=above_zero, default=90, help=text)
+    text = "prefill engines, one for each word (default: native tail-pp2)"
+    add(
+        "--prefills",
+        nargs="+",
+        choices=PREFILLS,
+        default=["native", "tail-pp2"],
+        help=text,
     )
     options = parser.parse_args()
+    for name in ("prompt_tokens", "new_tokens"):
+        low, high = getattr(options, name)
+        if low > high:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag}: expected LOW HIGH, found {low} {high}")
+    try:
+        return run(options)
+    except BedError as error:
+        print(f"\nsoak: {error}", file=sys.stderr)
+        return 2 if error.usage else 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the engines and soak them; BedError when they cannot run here."""
+    check_installed()
+    check_applied()
     specs = [prefill_spec(kind, n) for n, kind in enumerate(options.prefills)]
     decode = EngineSpec("decode", "decode", MODELS.target, MODELS.draft_swa, env=EXPECT)
     with Bed("soak", keep_logs=True) as bed:

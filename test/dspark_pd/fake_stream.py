@@ -26,6 +26,8 @@ class Behaviour:
     counts: bool = True
     cut: Callable[[int], bool] = lambda number: False
     refuse: Callable[[int], str | None] = lambda number: None
+    finish_reason: Callable[[int], Any] = lambda number: None
+    """In place of the form that SGLang gives it."""
     merge: int = 1
     letter: str = "a"
     wait: threading.Event | None = None
@@ -101,6 +103,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "completion_tokens": total,
             "finish_reason": None if steps is None else {"type": "stop"},
         }
+        if steps is not None and ours.finish_reason(number):
+            meta["finish_reason"] = ours.finish_reason(number)
         if ours.cached(number):
             meta["cached_tokens_details"] = ours.cached(number)
         if steps and ours.verify_steps:

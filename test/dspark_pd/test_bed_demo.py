@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Of the demo's own: other tests of this process may have engines."""
+    before = set(_running)
+    yield
+    assert set(_running) == before
+
+
 def test_every_mode_runs_and_nothing_stays(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +75,6 @@ def test_every_mode_runs_and_nothing_stays(
     assert "FAIL pd-native: NIXL moved 0 bytes" in said.out
     assert "ok   pd-native: every output equals unified" in said.out
     assert "[demo] all engines stopped" in said.err
-    assert not _running
     assert not (tmp_path / "logs").exists()
 
 
@@ -98,7 +106,6 @@ def test_a_failure_keeps_the_logs_and_says_where(
     assert f"logs: {tmp_path / 'logs'}" in said
     assert (tmp_path / "logs" / "unified.log").exists()
     assert not (tmp_path / "out.json").exists()
-    assert not _running
 
 
 def test_one_mode_starts_only_what_it_needs(
@@ -143,3 +150,27 @@ def test_a_count_of_requests_that_is_not_positive_is_refused(
         main([f"--requests={count}"])
     assert ended.value.code == 2
     assert f"expected 1 or more, found '{count}'" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_does_not_cost_the_run(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk: the table is printed, then the error about the file."""
+    assert main([*arguments, "--modes", "pd-native", "--json", "/dev/full"]) == 6
+    said = capsys.readouterr()
+    assert "verify steps = passes of the target" in said.out
+    assert "ok   pd-native: every output equals unified" in said.out
+    assert "demo: --json /dev/full was not written; what is printed above" in said.err
+    assert "No space left on device" in said.err
+
+
+@pytest.mark.parametrize(
+    ("path", "found"), [(".", "is a folder"), ("no/such.json", "mkdir -p")]
+)
+def test_a_report_that_has_no_place_is_refused_before_engines_start(
+    path: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--json", str(tmp_path / path)])
+    assert ended.value.code == 2
+    assert found in capsys.readouterr().err

@@ -159,6 +159,50 @@ def test_steps_have_a_table_of_their_own() -> None:
     assert rows[0].split()[-1] == "-"
 
 
+def without_steps(run: Run, index: int) -> Run:
+    """The run with the events of one reply merged."""
+    replies = list(run.replies)
+    replies[index] = replace(replies[index], steps=None)
+    return replace(run, replies=tuple(replies))
+
+
+def test_rows_of_steps_are_of_the_same_requests() -> None:
+    """One request has 16 tokens in its first step, the other 15; neither run loses any."""
+    runs = good()
+    runs["pd-native"] = without_steps(runs["pd-native"], 1)
+    _, _, *rows, first, second = report(runs).step_table().splitlines()
+    assert [row.split()[:2] for row in rows] == [
+        ["unified", "15.00"],
+        ["pd-native", "15.00"],
+        ["pd-no-context", "1.00"],
+    ]
+    assert first.startswith("1 of 2 requests are left out of every row")
+    assert first.endswith("compared with unified:") and "merged" in second
+    in_json = {run["mode"]: run for run in report(runs).as_json()["runs"]}
+    for mode in ("unified", "pd-native"):
+        assert in_json[mode]["accept_length_by_step"]["1"] == 15.0
+
+
+def test_without_a_common_request_no_step_is_compared() -> None:
+    runs = good()
+    runs["unified"] = without_steps(runs["unified"], 0)
+    runs["pd-native"] = without_steps(runs["pd-native"], 1)
+    table = report(runs).step_table()
+    assert "15.00" not in table and "16.00" not in table
+    assert "2 of 2 requests are left out" in table
+    runs = report(runs).as_json()["runs"]
+    assert [run["accept_length_by_step"] for run in runs] == [{}] * 4
+
+
+def test_merged_events_of_another_reference_leave_nothing_out() -> None:
+    sliding = replace(good()["unified"], mode=MODES["unified-sliding"])
+    runs = {**good(), "unified-sliding": without_steps(sliding, 0)}
+    table = report(runs).step_table()
+    assert "unified          " in table and "15.50" in table
+    assert "every row compared with unified-sliding:" in table.replace("\n", " ")
+    assert "every row compared with unified:" not in table.replace("\n", " ")
+
+
 def failed_on_cuda(runs: dict[str, Run]) -> list[str]:
     found = replace(report(runs), device="cuda")
     return [claim.text for claim in found.claims() if not claim.holds]

@@ -318,9 +318,9 @@ def test_without_its_parser_the_known_flags_are_read_with_a_note(
         ),
         (
             "./start.sh 2",
-            *("U006", "a script", 'PYTHON="dspark-pd describe --" ./start.sh 2,'),
+            *("U006", "a script", "PATH=/tmp/describe:$PATH ./start.sh 2,"),
         ),
-        ("bash start.sh", *("U006", "a script", 'describe --" bash start.sh,')),
+        ("bash start.sh", *("U006", "a script", "describe:$PATH bash start.sh,")),
         ("python -m sglang.launch_server", *("U006", "flags are missing", "its flags")),
         ("sglang serve", *("U006", "flags are missing", "its flags")),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dspark_pd.cli import _OWN_OPTIONS, _VERBS, build_parser
 from dspark_pd.measure.diagnosis import CAUSES
 
 pytestmark = pytest.mark.unit
@@ -93,6 +95,10 @@ def test_the_plot_of_steps_is_of_the_numbers_beside_it() -> None:
     for name in ("native", "tail"):
         steps = runs[name]["by_step"].values()
         assert {step["ratio"] for step in steps if "ratio" in step} == {1.0}
+    behind = runs["no context"]["by_step"]
+    assert round(behind["16"]["ratio"], 2) == 0.66
+    assert round(behind["17+"]["ratio"], 2) == 0.99
+    assert round(runs["no context"]["ratio"], 2) == 0.66
     [finding] = runs["no context"]["findings"]
     assert finding["code"] == "MEASURE-HANDOFF"
 
@@ -100,6 +106,23 @@ def test_the_plot_of_steps_is_of_the_numbers_beside_it() -> None:
 def test_every_cause_is_on_the_page_of_the_tool() -> None:
     page = (DOCS / "docs/developer_guide/dspark_pd_tool.mdx").read_text()
     assert [code for code in CAUSES if f"`{code}`" not in page] == []
+
+
+def test_every_option_of_every_verb_is_in_the_reference() -> None:
+    page = (DOCS / "docs/developer_guide/dspark_pd_tool.mdx").read_text()
+    assert set(_OWN_OPTIONS) < set(_VERBS)
+    for verb in set(_VERBS) - {"demo"}:
+        _, _, section = page.partition(f"\n### {verb}\n\n```\n")
+        section, _, _ = section.partition("\n```\n")
+        verbs = build_parser(verb)._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+        options = {
+            name
+            for action in verbs[verb]._actions  # type: ignore[index, call-overload]
+            if action.help != argparse.SUPPRESS
+            for name in action.option_strings
+        }
+        missing = options - set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", section))
+        assert not missing, verb
 
 
 def test_a_covering_tail_loses_nothing() -> None:

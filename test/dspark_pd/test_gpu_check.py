@@ -57,7 +57,9 @@ def found(holds: bool = True) -> dict[str, Any]:
 
 def test_a_check_fails_by_an_assert_or_by_the_log() -> None:
     check = next(check for check in ALL if check.log)
-    words = "DSpark handoff: 32 metadata slots of 9 bytes, 1.0 MiB of host memory."
+    words = (
+        "DSpark handoff: 17 requests of 0.05 MiB are 1 MiB of host memory for this rank"
+    )
     assert gpu_check.judge(check, found(), lambda name: words) == ""
     assert "has no" in gpu_check.judge(check, found(), lambda name: "nothing")
     assert "ratio>=0.9" in gpu_check.judge(check, found(False), lambda name: words)
@@ -88,6 +90,19 @@ def test_one_report_has_all_checks(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("ok   1  engines start and serve")
     assert lines[6].startswith("FAIL 7  native, retraction")
+
+
+def test_a_list_whose_report_cannot_be_written_says_so(
+    ready: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "measure", lambda *_: found())
+    assert gpu_check.main(["--device", "cpu", "--json", "/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("ok   1  engines start and serve")
+    assert "gpu_check: --json /dev/full was not written" in said.err
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main(["--json", str(ready.parent)])
+    assert "is a folder" in capsys.readouterr().err
 
 
 def test_engines_that_do_not_start_fail_their_checks_and_no_others(

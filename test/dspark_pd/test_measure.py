@@ -25,7 +25,7 @@ from dspark_pd.measure.prompts import make_prompts, read_prompts
 from dspark_pd.measure.report import Assertion
 from dspark_pd.measure.statistics import Measured
 from fake_stream import PAIR, Behaviour, FakeServer
-from outcome import Run
+from outcome import Outcome, Run
 
 pytestmark = pytest.mark.unit
 
@@ -90,6 +90,15 @@ def test_merged_events_are_in_the_mean_and_in_no_step(start: Start, run: Run) ->
     assert any("merged events" in note for note in found.document["notes"])
 
 
+def test_merged_events_of_the_reference_are_told(start: Start, run: Run) -> None:
+    reference = unified(start, merge=2)
+    options = ["--reference", reference.url, "--requests", 2]
+    found = run("measure", "--url", start().url, *options)
+    assert found.data["reference"]["unread_steps"] == 2
+    note = "2 requests to --reference came with merged events"
+    assert any(text.startswith(note) for text in found.document["notes"])
+
+
 def test_sixteen_steps_have_figures_and_the_rest_one(start: Start, run: Run) -> None:
     server = start(steps=lambda number: [2] * 16 + [4] * 5)
     found = run("measure", "--url", server.url, "--requests", 1)
@@ -134,7 +143,14 @@ def test_an_assert_that_does_not_hold_exits_with_1(start: Start, run: Run) -> No
     assert run(*options, "--assert", "ratio>=0.1").code == 1
 
 
-@pytest.mark.parametrize("text", ["ratio", "ratio>x", "speed>=1", "ratio.steps>=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("ratio", "ratio>x", "speed>=1", "ratio.steps>=1", "accept_length.step>=1"),
+        *("ratio.tier.stroage>=1", "ratio.step.18>=1", "ratio.step.17>=1"),
+        *("ratio.prompt.17-64>=1", "ratio.prefill.>=1"),
+    ],
+)
 def test_an_assert_that_names_no_figure_is_refused(run: Run, text: str) -> None:
     found = run("measure", "--url", "http://127.0.0.1:1", "--assert", text)
     assert (found.code, found.codes) == (2, ["U001"])
@@ -148,6 +164,32 @@ def test_report_and_plot_are_written(start: Start, run: Run, tmp_path: Path) -> 
     assert json.loads(saved.read_text()) == found.data
     drawn = ElementTree.parse(plot).getroot()
     assert len(drawn.findall("{*}polyline")) == 2
+
+
+def test_a_file_that_cannot_be_written_loses_no_report(start: Start, run: Run) -> None:
+    options = ["--requests", 1, "--save", "/dev/full", "--plot", "/proc/x.svg"]
+    url = start().url
+    found = run("measure", "--url", url, *options)
+    assert (found.code, found.codes) == (6, ["F507", "F507"])
+    assert found.data["completed"] == 1
+    titles = [error["title"] for error in found.document["errors"]]
+    assert titles == ["cannot write /dev/full", "cannot write /proc/x.svg"]
+    shown = run("measure", "--url", url, *options, text=True)
+    assert "1 of 1 requests answered" in shown.out and "F507" in shown.err
+
+
+def test_quiet_prints_what_exit_code_1_stands_for(start: Start, run: Run) -> None:
+    server = start(refuse=lambda number: "too busy" if number == 1 else None)
+    options = ["measure", "--url", server.url, "--requests", 2, "-q"]
+    options += ["--assert", "accept_length>=6", "--assert", "accept_length>=3"]
+    found = run(*options, text=True)
+    assert found.code == 1
+    assert found.out.splitlines() == [
+        "failed: 1x HTTP 400: too busy",
+        "FAIL  accept_length>=6  (5)",
+    ]
+    good = run("measure", "--url", start().url, "--requests", 1, "-q", text=True)
+    assert (good.code, good.out) == (0, "")
 
 
 def test_the_table_shows_every_group(start: Start, run: Run) -> None:
@@ -260,6 +302,25 @@ def test_an_engine_of_a_pair_is_no_router(start: Start, run: Run) -> None:
     assert "the decode engine itself" in found.document["errors"][0]["found"]
 
 
+@pytest.mark.parametrize("kind", ["router", "prefill", "decode"])
+def test_a_reference_that_splits_requests_is_refused(
+    start: Start, run: Run, kind: str
+) -> None:
+    options = {"workers": None, "model": {"disaggregation_mode": kind}}
+    other = start() if kind == "router" else start(**options)
+    found = run("measure", "--url", start().url, "--reference", other.url)
+    assert (found.code, found.codes) == (3, ["T108"])
+    [error] = found.document["errors"]
+    assert "started without --disaggregation-mode" in error["next"]
+    assert "router" not in error["next"]
+
+
+def test_a_router_over_whole_servers_is_a_reference(start: Start, run: Run) -> None:
+    whole = start(workers=[{"url": "http://s:1", "worker_type": "regular"}])
+    options = ["--reference", whole.url, "--requests", 1]
+    assert run("measure", "--url", start().url, *options).code == 0
+
+
 def test_a_closed_port_is_told_at_once(run: Run) -> None:
     found = run("measure", "--url", "http://127.0.0.1:9")
     assert (found.code, found.codes) == (3, ["T108"])
@@ -309,6 +370,40 @@ def test_prompts_that_are_too_long_fail_alone(start: Start, run: Run) -> None:
     assert "shorter prompts" in error["error"]
 
 
+def test_a_reference_that_answers_nothing_gives_no_verdict(
+    start: Start, run: Run
+) -> None:
+    def measure(**how: bool) -> Outcome:
+        # The first request asks what the server can do.
+        reference = unified(start, refuse=lambda n: f"broken {n}" if n else None)
+        options = ["--reference", reference.url, "--requests", 3, "--concurrency", 1]
+        return run("measure", "--url", start().url, *options, **how)
+
+    found = measure()
+    assert (found.code, found.data["failed"]) == (1, 0)
+    assert found.data["reference"]["failed"] == 3
+    [error] = found.data["reference"]["errors"]
+    assert error == {"requests": 3, "error": "HTTP 400: broken 1"}
+    shown = measure(text=True)
+    assert "failed on the reference: 3x HTTP 400: broken" in shown.out
+    assert "No loss found" not in shown.out
+    assert "Nothing was compared: no verdict." in shown.out
+
+
+def test_failures_that_differ_by_numbers_are_one_line(start: Start, run: Run) -> None:
+    words = ["a", "b", "c", "d", "e", "f", "f", "g"]
+    for texts, lines in (
+        ([f"{n} tokens of {2 * n}" for n in range(8)], ["8x HTTP 400: 0 tokens of 0"]),
+        (words, ["2x HTTP 400: f", *(f"1x HTTP 400: {w}" for w in "abcd")]),
+    ):
+        server = start(refuse=lambda n, t=texts: t[n - 1] if n else None)
+        options = ["--requests", len(texts), "--concurrency", 1]
+        found = run("measure", "--url", server.url, *options, text=True)
+        told = [t for t in found.out.splitlines() if t.startswith("failed: ")]
+        rest = ["2x other errors; --json lists them"] if texts is words else []
+        assert told == [f"failed: {line}" for line in [*lines, *rest]]
+
+
 def test_streams_that_are_cut_keep_the_others(start: Start, run: Run) -> None:
     server = start(cut=lambda number: number == 2)
     options = ["--requests", 3, "--concurrency", 1]
@@ -317,6 +412,23 @@ def test_streams_that_are_cut_keep_the_others(start: Start, run: Run) -> None:
     [error] = found.data["errors"]
     assert "after 6 tokens" in error["error"]
     assert "read the logs of the router" in error["error"]
+
+
+def test_an_event_of_an_unknown_form_fails_its_request(start: Start, run: Run) -> None:
+    server = start(finish_reason=lambda number: "stop" if number in (1, 3) else None)
+    options = ["--requests", 3, "--concurrency", 1]
+    found = run("measure", "--url", server.url, *options)
+    assert (found.code, found.data["failed"], found.data["completed"]) == (1, 2, 1)
+    assert "another form" in found.data["errors"][0]["error"]
+
+
+def test_a_request_without_an_outcome_is_no_success(
+    start: Start, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_pd.verbs.measure.send", lambda *_: True)
+    found = run("measure", "--url", start().url, "--requests", 3)
+    assert (found.code, found.data["completed"]) == (1, 0)
+    assert "3 requests without an outcome" in found.document["notes"][-1]
 
 
 def test_a_router_that_drops_all_counts_is_refused(start: Start, run: Run) -> None:
@@ -352,9 +464,15 @@ def test_a_key_is_asked_for(
     assert run("measure", "--url", server.url, *options).code == 0
 
 
-@pytest.mark.parametrize("count", ["0", "x", "-1"])
-def test_counts_are_checked(run: Run, count: str) -> None:
-    found = run("measure", "--url", "http://127.0.0.1:9", f"--requests={count}")
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(f"--requests={count}" for count in ("0", "x", "-1", 10**23)),
+        *(f"--temperature={value}" for value in ("-1", "nan", "inf", "x")),
+    ],
+)
+def test_numbers_are_checked(run: Run, option: str) -> None:
+    found = run("measure", "--url", "http://127.0.0.1:9", option)
     assert (found.code, found.codes) == (2, ["U001"])
 
 
@@ -408,6 +526,19 @@ def test_made_prompts_depend_on_the_seed_alone() -> None:
     assert text[period:].startswith(text[: len(text) - period][:20])
 
 
+@pytest.mark.parametrize("dataset", ["repeat", "random"])
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_made_prompts_can_be_short(dataset: str, length: int) -> None:
+    texts = [p.text or "" for p in make_prompts(dataset, 5, length, 1)]
+    assert all(1 <= len(text) <= length for text in texts)
+
+
+def test_a_line_of_prompts_ends_at_a_newline_only(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"text": "a\u2028b"}\r\nplain\x85words\n'.encode())
+    assert [p.text for p in read_prompts(path)] == ["a\u2028b", "plain\x85words"]
+
+
 def test_prompts_of_a_file(tmp_path: Path, start: Start, run: Run) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = ["plain words", '{"text": "t"}', '"a string"', '{"input_ids": [1, 2]}']
@@ -435,6 +566,19 @@ def test_a_file_without_prompts_is_refused(
     path.write_text(line)
     found = run("measure", "--url", start().url, "--prompts", path)
     assert (found.code, found.codes) == (2, ["U001"])
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_token_ids_need_the_endpoint_on_which_routers_take_them(
+    tmp_path: Path, start: Start, run: Run, endpoint: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input_ids": [1, 2]}')
+    options = ["--prompts", path, "--endpoint", endpoint]
+    found = run("measure", "--url", start().url, *options)
+    assert (found.code, found.codes) == (2, ["U001"])
+    text = found.document["errors"][0]["found"]
+    assert text.endswith("need --endpoint generate")
 
 
 def test_assertions_compare() -> None:

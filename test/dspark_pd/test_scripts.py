@@ -169,11 +169,17 @@ def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
 def test_the_gpu_recipe_is_described_by_its_own_scripts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the docs say: a program of that name in front on PATH; the pair has no errors."""
-    stub = tmp_path / "sglang"
-    describe = f"{sys.executable} -m dspark_pd describe -q --without-sglang --"
-    stub.write_text(f'#!/bin/sh\nexec {describe} sglang "$@"\n')
-    stub.chmod(0o755)
+    """As ``describe --help`` says: a program of that name in front on PATH."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["describe", "--help"])
+    told = capsys.readouterr().out.splitlines()
+    [made] = [line for line in told if line.startswith("  printf ")]
+    made = made.replace("/tmp/describe", str(tmp_path)).replace(
+        "dspark-pd describe",
+        f"{sys.executable} -m dspark_pd describe -q --without-sglang",
+    )
+    subprocess.run(["sh", "-c", made], check=True, timeout=30)
+    (tmp_path / "sglang").chmod(0o755)
     pair = []
     for role in ("prefill", "decode"):
         done = subprocess.run(
@@ -215,3 +221,57 @@ def test_every_launch_script_has_its_flags_parsed_here() -> None:
 @pytest.mark.parametrize("script", [*SHELL, *PYTHON], ids=name_of)
 def test_a_script_can_be_started(script: Path) -> None:
     assert os.access(script, os.X_OK)
+
+
+def soaked(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "soak.py"), *options],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_soak_without_sglang_says_what_to_install(tmp_path: Path) -> None:
+    """The system's Python, say: refused before an engine starts, in sentences."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    bare.chmod(0o755)
+    done = soaked("--minutes", "0.01", DSPARK_PD_PYTHON=str(bare))
+    assert done.returncode == 2
+    assert "soak: SGLang is missing" in done.stderr
+    assert f"next: cd {SCRIPTS.parent} && {bare} -m pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--minutes=-1", "a number above 0"),
+        ("--minutes=nan", "a number above 0"),
+        ("--limit=0", "a number above 0"),
+        ("--leavers=2", "0 to 1"),
+        ("--in-flight=0", "1 or more"),
+        ("--new-tokens 9 2", "LOW HIGH"),
+    ],
+)
+def test_a_soak_refuses_a_number_that_means_nothing(option: str, expected: str) -> None:
+    done = soaked(*option.split())
+    assert done.returncode == 2
+    assert f"expected {expected}, found" in done.stderr
+
+
+def test_the_help_of_the_soak_describes_each_option() -> None:
+    text = " ".join(soaked("--help").stdout.split())
+    for option, told in (
+        ("--minutes N", "minutes of traffic"),
+        ("--seed N", "drawn from it"),
+        ("--in-flight N", "clients at a time"),
+        ("--leavers SHARE", "leave early"),
+        ("--prompt-tokens LOW HIGH", "tokens of a prompt"),
+        ("--new-tokens LOW HIGH", "tokens of an answer"),
+        ("--limit SECONDS", "hung"),
+        ("tail-pp2} ...]", "one for each word"),
+    ):
+        assert told in text.rpartition(f"{option} ")[2][:80], option

@@ -3,13 +3,12 @@
 Life cycle: check what can be checked in a second; then wave by wave start engines,
 put a router before each pair, send the same prompts, stop the engines; then compare,
 print, and leave with 0 when every claim held, 1 when one did not, 2 when what was
-asked cannot be done on this machine.
+asked cannot be done on this machine, 6 when the report cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,9 +24,10 @@ from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
 from dspark_pd.bed.ports import claim_port
 from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.prompts import Prompt, make_prompts
-from dspark_pd.bed.report import Report, Run
+from dspark_pd.bed.report import Report, Run, write_report
 from dspark_pd.bed.specs import RouterSpec
-from dspark_pd.messages.output import Parser, a_path, write
+from dspark_pd.messages.exit_codes import FILE_SYSTEM
+from dspark_pd.messages.output import Parser, a_new_file, a_path, write
 
 EXIT_OK, EXIT_DIFFERS, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED = 130
@@ -41,7 +41,9 @@ _SLIDING_KEYS = (10, 23)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `dspark-pd demo`."""
     names = ", ".join(mode.key for wave in modes.WAVES for mode in wave.modes)
-    parser.add_argument("--json", metavar="FILE", type=_path, help="write the report")
+    parser.add_argument(
+        "--json", metavar="FILE", type=a_new_file, help="write the report"
+    )
     parser.add_argument("--modes", metavar="A,B", help=f"only these of: {names}")
     text = f"requests that each mode gets (default: {_REQUESTS})"
     parser.add_argument(
@@ -95,9 +97,18 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\ndemo: interrupted; everything it started is stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if args.json:
-        args.json.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    return _conclude(report)
+    code = _conclude(report)
+    return _written(args.json, report, code) if args.json else code
+
+
+def _written(path: Path, report: Report, code: int) -> int:
+    """Write the report; `code`, or another when that fails: the table is printed by then."""
+    try:
+        write_report(path, report.as_json())
+    except BedError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return FILE_SYSTEM
+    return code
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -110,7 +121,6 @@ def _run(args: argparse.Namespace) -> Report:
     gamma = check_draft(pair.draft, "--draft")
     if any(mode.sliding for wave in waves for mode in wave.modes):
         waves = _resolve_tails(waves, pair.sliding_draft)
-    _check_writable(args.json)
     if args.port is not None:
         claim_port(args.port, "--port")
     installed = checks.check_installed(args.device)
@@ -169,17 +179,6 @@ def _chosen(text: str | None) -> list[modes.Wave]:
             next_step="correct the name",
             usage=True,
         ) from None
-
-
-def _check_writable(path: Path | None) -> None:
-    if path is not None and not path.resolve().parent.is_dir():
-        raise BedError(
-            f"--json {path} cannot be written",
-            expected="a file in a folder that exists",
-            found=f"no folder {path.resolve().parent}",
-            next_step=f"mkdir -p {path.resolve().parent}",
-            usage=True,
-        )
 
 
 def _run_wave(

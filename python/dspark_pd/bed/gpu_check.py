@@ -25,7 +25,9 @@ from dspark_pd.bed.bed import Bed, Engine
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.models import MODELS
 from dspark_pd.bed.process import interrupt_on_signals
+from dspark_pd.bed.report import write_report
 from dspark_pd.bed.specs import Device, EngineSpec, Flag, RouterSpec
+from dspark_pd.messages.output import a_new_file
 
 SCHEMA = 1
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -106,10 +108,10 @@ WAVES: tuple[Wave, ...] = (
                 "unified-sliding",
             ),
             Check(
-                "tail, metadata slots in pinned memory, default --max-running-requests",
+                "tail, rows in pinned memory, default --max-running-requests",
                 ("tail-eager", "tail-decode"),
                 "unified-sliding",
-                log=("tail-eager", r"metadata slots of .*MiB of host memory"),
+                log=("tail-eager", r"requests of .*MiB of host memory"),
             ),
         ),
         {
@@ -265,9 +267,7 @@ def run(device: Device, path: Path) -> int:
                 first += len(wave.checks)
     finally:
         # What is known is kept, also when it is interrupted.
-        path.write_text(
-            json.dumps(report(device, installed, outcomes), indent=1) + "\n"
-        )
+        write_report(path, report(device, installed, outcomes))
         print(f"report: {path}", file=sys.stderr)
     return EXIT_OK if all(outcome.passed for outcome in outcomes) else EXIT_FAILED
 
@@ -305,7 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "cpu rehearses the list on the CPU reference platform (default: cuda)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=text)
     text = "where the report goes (default: gpu_check.json)"
-    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help=text)
+    parser.add_argument(
+        "--json", type=a_new_file, default=Path("gpu_check.json"), help=text
+    )
     options = parser.parse_args(argv)
     interrupt_on_signals()
     try:

@@ -6,11 +6,14 @@ as `spec_accept_length`; 1 means that nothing was accepted, gamma + 1 is the mos
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dspark_pd.bed.client import Reply
+from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.modes import NO_SPEC, Mode
 from dspark_pd.measure.statistics import Figure, by_step
 
@@ -21,6 +24,19 @@ MAX_ACCEPT_WITHOUT_CONTEXT = 1.6
 MIN_ACCEPT_ON_CUDA = 3.0
 MIN_RATIO_ON_CUDA, MAX_RATIO_ON_CUDA = 0.9, 1.1
 _RATIO_DIGITS = 6
+
+
+def write_report(path: Path, data: dict[str, Any]) -> None:
+    """Write what was found; BedError when the file does not take it."""
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise BedError(
+            f"--json {path} was not written; what is printed above is all there is",
+            expected="a file that this user can write, on a disk with room",
+            found=str(error),
+            next_step="run again with another file",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -52,11 +68,10 @@ class Run:
         return sum(self.verify_steps) / self.tokens if any(self.verify_steps) else 1.0
 
     @property
-    def by_step(self) -> dict[str, Figure]:
-        """Accept length of each verify step after prefill; {} without speculation."""
-        if not any(self.verify_steps):
-            return {}
-        return by_step([reply.steps for reply in self.replies if reply.steps])
+    def with_steps(self) -> frozenset[int]:
+        """Requests whose verify steps are known; merged events hide those of a reply."""
+        known = enumerate(self.replies)
+        return frozenset(i for i, reply in known if reply.verify_steps and reply.steps)
 
     def same_output(self, other: Run) -> bool:
         """Every request gave the same tokens."""
@@ -101,7 +116,7 @@ class Report:
             "sglang": self.sglang,
             "device": self.device,
             "gamma": self.gamma,
-            "runs": [_run_json(run) for run in self.runs],
+            "runs": [_run_json(run, self.by_step(run)) for run in self.runs],
             "parity": {
                 run.mode.key: self._parity(run)
                 for run in self.runs
@@ -169,15 +184,42 @@ class Report:
         """One line per run, aligned, with a header."""
         return _aligned([_HEADER, *(self._row(run) for run in self.runs)], _LEFT)
 
+    def by_step(self, run: Run) -> dict[str, Figure]:
+        """Accept length of each verify step after prefill; {} without speculation.
+
+        Of the same requests in every run with the same reference: requests differ more
+        than runs do.
+        """
+        shared = self._shared(run)
+        return by_step([run.replies[i].steps or () for i in sorted(shared)])
+
+    def _shared(self, run: Run) -> frozenset[int]:
+        """Requests whose steps are known in every run compared with that of `run`."""
+        peers = [r for r in self.runs if r.mode.reference == run.mode.reference]
+        known = [peer.with_steps for peer in peers if any(peer.verify_steps)]
+        return run.with_steps.intersection(*known)
+
     def step_table(self) -> str:
         """Accept length by verify step of the runs that speculate; "" without any."""
-        rows = [
-            (run.mode.key, *(_shown(run.by_step.get(str(n))) for n in _STEPS_SHOWN))
-            for run in self.runs
-            if run.by_step
-        ]
+        rows, left_out = [], {}
+        for run in self.runs:
+            if not any(run.verify_steps):
+                continue
+            figures = self.by_step(run)
+            rows.append(
+                (run.mode.key, *(_shown(figures.get(str(n))) for n in _STEPS_SHOWN))
+            )
+            missing = len(run.replies) - len(self._shared(run))
+            if missing:
+                reference = self.reference(run).mode.key
+                left_out[reference] = (
+                    f"{missing} of {len(run.replies)} requests are left out of every row "
+                    f"compared with {reference}:\nin one of them their events arrived "
+                    "merged, which hides their steps."
+                )
         head = ("accept length at step", *map(str, _STEPS_SHOWN))
-        return _aligned([head, *rows], {0}) if rows else ""
+        table = _aligned([head, *rows], {0}) if rows else ""
+        return "\n".join([table, *left_out.values()])
 
     def _row(self, run: Run) -> tuple[str, ...]:
         reference = self.reference(run)
@@ -231,7 +273,7 @@ def _cells(
     ]
 
 
-def _run_json(run: Run) -> dict[str, Any]:
+def _run_json(run: Run, steps: dict[str, Figure]) -> dict[str, Any]:
     mode = run.mode
     tail = {} if mode.tail_tokens is None else {"tail_tokens": mode.tail_tokens}
     return {
@@ -243,7 +285,7 @@ def _run_json(run: Run) -> dict[str, Any]:
         "requests": [_request_json(i, reply) for i, reply in enumerate(run.replies)],
         "accept_length": run.accept_length,
         "accept_length_by_step": {
-            step: figure.accept_length for step, figure in run.by_step.items()
+            step: figure.accept_length for step, figure in steps.items()
         },
         "target_steps_per_token": run.target_steps_per_token,
         "bytes_moved": run.bytes_moved,

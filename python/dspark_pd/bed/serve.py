@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dspark_pd.bed.bed import Bed, Engine, Router
 from dspark_pd.bed.diagnosis import failure
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
+from dspark_pd.bed.ports import claim_port
 from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.specs import EngineSpec, Flag, RouterSpec
 
 PAGE = 64
 _CHUNK = 128
+_PORTS = ("port", "prefill-port", "decode-port", "bootstrap-port")
 
 #: HiCache as the GPU recipe has it: every tier, written through, read when complete.
 HICACHE: dict[str, Flag] = {
@@ -48,7 +52,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODELS.target)
     parser.add_argument("--draft", type=Path, default=MODELS.draft_full)
     parser.add_argument("--tp", type=int, default=1)
-    for name in ("port", "prefill-port", "decode-port", "bootstrap-port"):
+    for name in _PORTS:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--hicache-dir", type=Path, help="default: in the log folder")
     return parser.parse_args(argv)
@@ -91,9 +95,62 @@ def _wait(servers: Sequence[Engine | Router]) -> None:
         time.sleep(1)
 
 
-def _serve(args: argparse.Namespace) -> None:
-    check_checkpoint(args.model, "--model")
+def _check(args: argparse.Namespace) -> None:
+    """BedError for what no engine can start with; ports are claimed, a folder is made."""
+    _check_tp(args.tp, check_checkpoint(args.model, "--model"))
     check_draft(args.draft, "--draft")
+    claimed: dict[int, str] = {}
+    for name in _PORTS:
+        port = getattr(args, name.replace("-", "_"))
+        if port is None:
+            continue
+        owner = f"--{name} ({name.replace('-', '_').upper()})"
+        if port in claimed:
+            raise BedError(
+                f"{owner}: port {port} is given twice",
+                expected="a port for each server",
+                found=f"{claimed[port]} is {port} too",
+                next_step="pass another port",
+                usage=True,
+            )
+        claimed[claim_port(port, owner)] = owner
+    if args.hicache_dir:
+        _make_folder(args.hicache_dir)
+
+
+def _check_tp(tp: int, config: dict[str, Any]) -> None:
+    heads = [config.get(f"num_{kind}_heads") for kind in ("attention", "key_value")]
+    attention, kv = [n if isinstance(n, int) and n > 0 else None for n in heads]
+    fits = tp > 0 and not (attention or tp) % tp
+    if fits and kv:
+        # More ranks than KV heads: each head is on several ranks.
+        fits = not (kv % tp if kv >= tp else tp % kv)
+    if not fits:
+        raise BedError(
+            f"--tp (TP) {tp} does not fit the model",
+            expected="1 or more ranks, among which its heads can be shared out evenly",
+            found=f"{attention} attention heads and {kv} KV heads",
+            next_step="pass 1, or 2, which also fits the model of this repository",
+            usage=True,
+        )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise BedError(
+            f"--hicache-dir (HICACHE_DIR) {path} takes no files",
+            expected="a folder that this user can write to, or a name for a new one",
+            found=str(error),
+            next_step="name another folder, or leave it out",
+            usage=True,
+        ) from error
+
+
+def _serve(args: argparse.Namespace) -> None:
+    _check(args)
     with Bed("twin", keep_logs=True) as bed:
         storage = (args.hicache_dir or bed.folder / "hicache").resolve()
         storage.mkdir(parents=True, exist_ok=True)

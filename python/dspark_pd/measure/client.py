@@ -141,11 +141,15 @@ class Client:
         reading = Reading(self.endpoint)
         served = Served(index, number)
         try:
-            for event in where.stream(self.body(prompt)):
-                reading.take(event)
-        except web.RequestFailed as error:
-            served = replace(served, error=str(error), status=error.status)
-        return reading.into(served)
+            try:
+                for event in where.stream(self.body(prompt)):
+                    reading.take(event)
+            except web.RequestFailed as error:
+                served = replace(served, error=str(error), status=error.status)
+            return reading.into(served)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            text = f"an event of another form than SGLang's ({error})"
+            return replace(served, error=text)
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
         """The request of one prompt."""
@@ -171,10 +175,9 @@ class Client:
             "return_spec_tokens_details": True,
         }
         if self.endpoint == "completions":
-            ours = _text(prompt) if prompt.ids is None else list(prompt.ids)
             return {
                 **common,
-                "prompt": ours,
+                "prompt": _text(prompt),
                 **({"logprobs": 1} if self.logprobs else {}),
             }
         messages = prompt.messages or ({"role": "user", "content": _text(prompt)},)

@@ -30,10 +30,13 @@ class Deployment:
 
     @property
     def shown(self) -> str:
+        return f"{self.url}  {self.kind}"
+
+    @property
+    def kind(self) -> str:
         if not self.is_router:
-            return f"{self.url}  one server"
-        counts = f"{len(self.prefills)} prefill, {len(self.decodes)} decode"
-        return f"{self.url}  router, {counts}"
+            return "one server"
+        return f"router, {len(self.prefills)} prefill, {len(self.decodes)} decode"
 
 
 def look(url: str, timeout_s: float, key: str | None, option: str) -> Deployment:
@@ -46,24 +49,36 @@ def look(url: str, timeout_s: float, key: str | None, option: str) -> Deployment
     listed = workers.get("workers") if isinstance(workers, dict) else None
     known = model if isinstance(model, dict) else {}
     if isinstance(listed, list):
-        return _router(url, known, listed)
+        router = _router(url, known, listed)
+        if option == "--reference" and (router.prefills or router.decodes):
+            _refuse_split(option, url, f"a {router.kind}", "the address of a pair")
+        return router
     role = known.get("disaggregation_mode")
     if role in _ROLES:
-        refuse(
-            "T108",
-            option=option,
-            source=url,
-            expected=_EXPECTED[option],
-            found=f"the {role} engine itself",
-            cause="the address of one engine of a pair",
-            hint=f"give {option} the address of the router in front of it",
-        )
+        found = f"the {role} engine itself"
+        _refuse_split(option, url, found, "the address of one engine of a pair")
     return Deployment(url, known)
+
+
+def _refuse_split(option: str, url: str, found: str, cause: str) -> None:
+    refuse(
+        "T108",
+        option=option,
+        source=url,
+        expected=_EXPECTED[option],
+        found=found,
+        cause=cause,
+        hint=_WHAT_TO_GIVE[option],
+    )
 
 
 _EXPECTED: Final = {
     "--url": "the router of a prefill/decode pair, or one server",
     "--reference": "one server that runs the same models without the split",
+}
+_WHAT_TO_GIVE: Final = {
+    "--url": "give --url the address of the router in front of it",
+    "--reference": "give --reference a server that was started without --disaggregation-mode",
 }
 
 

@@ -34,7 +34,7 @@ def make_prompts(dataset: str, count: int, length: int, seed: int) -> list[Promp
     dice = random.Random(seed)
     make = _repeated if dataset == "repeat" else _scattered
     return [
-        Prompt(text=make(dice, dice.randint(max(length // 2, 8), length)))
+        Prompt(text=make(dice, dice.randint(max(length // 2, 1), length)))
         for _ in range(count)
     ]
 
@@ -58,7 +58,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     JSON is a string, or an object with ``prompt``, ``text``, ``messages`` or
     ``input_ids``. Raises ValueError that names the line which is none of these.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # JSON may hold other ends of lines, such as U+2028, as they are.
+    lines = path.read_text(encoding="utf-8").split("\n")
     return [_parse(n, line) for n, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dspark_pd.measure.client import Served
 from dspark_pd.measure.diagnosis import Finding
-from dspark_pd.measure.statistics import REST, Figure, Measured, Speed, lowest
+from dspark_pd.measure.statistics import (
+    REST,
+    Figure,
+    Measured,
+    Speed,
+    can_be_named,
+    lowest,
+)
 
 SCHEMA: Final = 1
 _COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
@@ -22,6 +28,8 @@ _COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "<": operator.lt,
 }
 _ASSERTION = re.compile(r"\s*(\S+?)\s*(>=|<=|==|>|<)\s*([0-9.]+)\s*")
+_NUMBER = re.compile(r"\d+")
+_MOST_KINDS: Final = 5
 _SINGLE: Final = (
     "accept_length",
     "ratio",
@@ -58,9 +66,12 @@ class Assertion:
             raise ValueError(f"{text} is not FIGURE>=NUMBER")
         figure, op, limit = found.groups()
         base, _, group = figure.partition(".")
+        kind, named, name = group.partition(".")
         known = figure in _SINGLE
-        if group and base in ("ratio", "accept_length"):
-            known = group.partition(".")[0] in _GROUPS
+        if base == "ratio" and not named:
+            known = known or kind in _GROUPS
+        elif base in ("ratio", "accept_length"):
+            known = known or can_be_named(kind, name)
         if not known:
             raise ValueError(f"no figure {figure}; there are {NAMES}")
         return cls(text, figure, op, float(limit))
@@ -125,7 +136,9 @@ def as_data(
         data["loss_ends_at"] = measured.loss_ends_at()
         data["reference"] = {
             "completed": len(good),
-            "failed": len(measured.reference) - len(good),
+            "failed": len(measured.reference_failed),
+            "unread_steps": measured.reference_unread_steps,
+            "errors": _errors_as_data(measured.reference_failed),
             **Speed.of(good, measured.reference_seconds).as_dict(),
         }
     for kind, found in groups(measured).items():
@@ -135,9 +148,7 @@ def as_data(
         {"assert": a.text, "found": figures.get(a.figure), "holds": a.holds(figures)}
         for a in assertions
     ]
-    data["errors"] = [
-        {"requests": number, "error": error} for error, number in _errors(measured)
-    ]
+    data["errors"] = _errors_as_data(measured.failed)
     return data
 
 
@@ -146,20 +157,41 @@ def as_lines(
 ) -> list[str]:
     """The report for a person."""
     lines = [*_table(measured), "", *_summary(measured)]
-    for error, number in _errors(measured):
-        lines.append(f"failed: {number}x {error}")
+    lines += failures(measured)
     for finding in findings:
         lines += ["", f"{finding.code}  {finding.cause}"]
         lines += [f"    seen  {finding.seen}", f"    next  {finding.next}"]
-    if not findings and measured.good and measured.reference is not None:
-        lines += ["", "No loss found."]
-    figures = flat(measured)
-    for number, a in enumerate(assertions):
+    if not findings and measured.reference is not None:
+        compared = measured.overall.ratio is not None
+        text = "No loss found." if compared else "Nothing was compared: no verdict."
+        lines += ["", text]
+    told = asserted(measured, assertions)
+    return [*lines, *([""] if told else []), *told]
+
+
+def asserted(measured: Measured, assertions: Sequence[Assertion]) -> list[str]:
+    """One line for each assertion; those that do not hold begin with FAIL."""
+    figures, lines = flat(measured), []
+    for a in assertions:
         value = figures.get(a.figure)
         shown = "not measured" if value is None else f"{value:.4g}"
         word = "ok  " if a.holds(figures) else "FAIL"
-        lines += [] if number else [""]
         lines.append(f"{word}  {a.text}  ({shown})")
+    return lines
+
+
+def failures(measured: Measured) -> list[str]:
+    """The most frequent errors of requests, a line for each kind."""
+    lines = []
+    for title, served in (
+        ("failed", measured.failed),
+        ("failed on the reference", measured.reference_failed),
+    ):
+        kinds = _errors(served)
+        lines += [f"{title}: {n}x {error}" for error, n in kinds[:_MOST_KINDS]]
+        if len(kinds) > _MOST_KINDS:
+            rest = sum(n for _, n in kinds[_MOST_KINDS:])
+            lines.append(f"{title}: {rest}x other errors; --json lists them")
     return lines
 
 
@@ -238,8 +270,18 @@ def _summary(measured: Measured) -> list[str]:
     return lines
 
 
-def _errors(measured: Measured) -> list[tuple[str, int]]:
-    return Counter(_text(s) for s in measured.failed).most_common()
+def _errors(failed: Sequence[Served]) -> list[tuple[str, int]]:
+    """The first error of each kind and how many there are; numbers make no new kind."""
+    kinds: dict[tuple[int | None, str], list[str]] = {}
+    for served in failed:
+        text = _text(served)
+        kinds.setdefault((served.status, _NUMBER.sub("N", text)), []).append(text)
+    found = [(texts[0], len(texts)) for texts in kinds.values()]
+    return sorted(found, key=lambda kind: -kind[1])
+
+
+def _errors_as_data(failed: Sequence[Served]) -> list[dict[str, Any]]:
+    return [{"requests": number, "error": text} for text, number in _errors(failed)]
 
 
 def _text(served: Served) -> str:

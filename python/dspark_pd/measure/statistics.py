@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from dspark_pd.measure.client import Served
+from dspark_pd.measure.client import TIERS, Served
 
 STEPS: Final = 16
 REST: Final = f"{STEPS + 1}+"
@@ -102,6 +102,10 @@ class Measured:
         return [s for s in self.served if s.error is not None]
 
     @property
+    def reference_failed(self) -> list[Served]:
+        return [s for s in self.reference or () if s.error is not None]
+
+    @property
     def pairs(self) -> list[tuple[Served, Served]]:
         """Requests that the reference has answered too."""
         known = {
@@ -133,7 +137,11 @@ class Measured:
     @property
     def unread_steps(self) -> int:
         """Requests whose steps could not be told apart."""
-        return sum(s.steps is None for s in self.good if s.verify_steps)
+        return _unread(self.good)
+
+    @property
+    def reference_unread_steps(self) -> int:
+        return _unread([s for s in self.reference or () if s.error is None])
 
     def by_step(self) -> dict[str, Figure]:
         """One figure for each of the first steps, one for the rest."""
@@ -205,6 +213,10 @@ class Measured:
         return None if low[-1] == max(ratios) else low[-1] + 1
 
 
+def _unread(served: Sequence[Served]) -> int:
+    return sum(s.steps is None for s in served if s.verify_steps)
+
+
 def _beside(figure: Figure, reference: float | None) -> Figure:
     return replace(figure, reference=reference)
 
@@ -238,9 +250,25 @@ def by_step(requests: Sequence[Sequence[int]]) -> dict[str, Figure]:
 
 
 def _length_of(served: Served) -> str:
+    return _range_with(served.prompt_tokens)
+
+
+def _range_with(tokens: int) -> str:
     """A range of prompt lengths, from one power of two to the next."""
-    top = 1 << max(served.prompt_tokens - 1, 0).bit_length()
+    top = 1 << max(tokens - 1, 0).bit_length()
     return f"{top // 2 + 1}-{top}"
+
+
+def can_be_named(kind: str, name: str) -> bool:
+    """Whether a run can have a group of this name; any text may be a prefill."""
+    if kind == "step":
+        return name in {REST, *map(str, range(1, STEPS + 1))}
+    if kind == "tier":
+        return name in {"cold", "cached", *TIERS}
+    if kind == "prompt":
+        first = name.partition("-")[0]
+        return first.isdecimal() and name == _range_with(int(first))
+    return kind == "prefill" and bool(name)
 
 
 def _numeric(name: str) -> int:

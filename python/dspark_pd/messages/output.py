@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import dspark_pd
@@ -47,6 +48,17 @@ def a_path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
     return text
+
+
+def a_new_file(text: str) -> Path:
+    """Refuse a path that no answer can be written to, before anything is done for it."""
+    path = Path(a_path(text))
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected a file")
+    if not path.resolve().parent.is_dir():
+        found = f"{text!r} is in no existing folder"
+        raise argparse.ArgumentTypeError(f"{found}; mkdir -p {path.resolve().parent}")
+    return path
 
 
 def status_word(result: Result) -> str:

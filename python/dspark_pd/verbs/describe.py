@@ -30,7 +30,13 @@ _EPILOG: Final = """\
 ARGV is the engine's command or its flags alone:
   dspark-pd describe -- python -m sglang.launch_server --model-path M ...
   dspark-pd describe -- sglang serve M ...
-  PYTHON="dspark-pd describe --" ./start_prefill.sh > prefill.json
+
+A script that runs sglang serve, such as scripts/launch/deepseek_v4_flash_prefill.sh, is
+described when another program of that name comes first on PATH:
+  mkdir -p /tmp/describe
+  printf '#!/bin/sh\\nexec dspark-pd describe -- sglang "$@"\\n' > /tmp/describe/sglang
+  chmod +x /tmp/describe/sglang
+  PATH=/tmp/describe:$PATH ./start_prefill.sh > prefill.json
 """
 
 
@@ -78,8 +84,9 @@ def _no_engine(argv: list[str]) -> tuple[str, str]:
     first = next((word for word in argv if not arguments.is_front(word)), "")
     name = Path(first).name
     if name in _SHELLS or name.endswith(_SCRIPTS):
-        hint = f'PYTHON="dspark-pd describe --" {shlex.join(argv)}, if it starts $PYTHON -m '
-        hint += f"{arguments.LAUNCHERS[0]}; else {engine} in it, in place of the engine"
+        hint = f"if it runs sglang serve: PATH=/tmp/describe:$PATH {shlex.join(argv)}, with "
+        hint += "the folder that dspark-pd describe --help tells how to make; "
+        hint += f"else {engine} in it, in place of the engine"
         return "a script, which only its shell can read", hint
     if any(word in (*arguments.LAUNCHERS, "sglang") for word in argv[1:]):
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,17 +27,26 @@ from dspark_pd.measure.deployment import (
 from dspark_pd.measure.diagnosis import diagnose
 from dspark_pd.measure.plot import draw
 from dspark_pd.measure.prompts import DATASETS, Prompt, make_prompts, read_prompts
-from dspark_pd.measure.report import NAMES, Assertion, as_data, as_lines
+from dspark_pd.measure.report import (
+    NAMES,
+    Assertion,
+    as_data,
+    as_lines,
+    asserted,
+    failures,
+)
 from dspark_pd.measure.runner import Plan, Side
 from dspark_pd.measure.runner import run as send
 from dspark_pd.measure.statistics import Measured
 from dspark_pd.messages import exit_codes
-from dspark_pd.messages.errors import refuse
+from dspark_pd.messages.errors import Problem, refuse
+from dspark_pd.messages.output import a_new_file
 from dspark_pd.messages.result import Result, count
 from dspark_pd.verbs.servers import add_api_key, api_key, seconds
 
 _LOOK_S = 10.0
 _FIRST_TOKENS = 8
+_MOST = 1_000_000
 _EPILOG = f"""\
 figures for --assert: {NAMES}
 a figure that was not measured holds nothing
@@ -79,9 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=text,
     )
     text = "write the report as JSON"
-    parser.add_argument("--save", metavar="FILE", type=_writable, help=text)
+    parser.add_argument("--save", metavar="FILE", type=a_new_file, help=text)
     text = "write accept length by step as SVG"
-    parser.add_argument("--plot", metavar="FILE", type=_writable, help=text)
+    parser.add_argument("--plot", metavar="FILE", type=a_new_file, help=text)
     text = "seconds to wait for the next event of a stream (default: 120)"
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="S", help=text
@@ -112,14 +122,24 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, help=text)
     text = "of sampling (default: 0; texts are compared at 0 only)"
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help=text
+        "--temperature", metavar="T", type=_temperature, default=0.0, help=text
     )
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST}, found {text!r}")
     return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text!r}")
+    return found
 
 
 def _url(text: str) -> str:
@@ -133,13 +153,6 @@ def _assertion(text: str) -> Assertion:
         return Assertion.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _writable(text: str) -> Path:
-    path = Path(text)
-    if not path.resolve().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in an existing folder")
-    return path
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -176,10 +189,9 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
     if problem:
         message = f"argument --prompts: {options.prompts}: {problem}"
         refuse("U001", message=message, command="dspark-pd measure")
-    if options.endpoint == "chat" and any(p.ids is not None for p in found):
-        message = (
-            "argument --prompts: input_ids need --endpoint generate or completions"
-        )
+    if options.endpoint != "generate" and any(p.ids is not None for p in found):
+        # Routers take token ids on /generate only.
+        message = "argument --prompts: input_ids need --endpoint generate"
         refuse("U001", message=message, command="dspark-pd measure")
     return found
 
@@ -315,28 +327,43 @@ def _result(
     data = as_data(measured, findings, options.asserts)
     data |= {"interrupted": not complete, "endpoint": options.endpoint}
     data["addresses"] = {d.url: dict(d.model) for d in found}
-    for text in _write(options, measured, data):
-        notes.append(text)
+    problems = list(_write(options, measured, data, notes))
     names = ("measured", "reference")
     head = [f"{n:<10} {d.shown}" for n, d in zip(names, found, strict=False)]
     answered = f"{len(measured.good)} of {measured.planned} requests answered"
     lines = [*head, f"{'requests':<10} {answered}", ""]
-    failed = measured.failed or not all(a["holds"] for a in data["asserts"])
+    lost = complete and measured.planned > len(measured.served)
+    told = failures(measured)
+    told += [t for t in asserted(measured, options.asserts) if t.startswith("FAIL")]
+    failed = bool(told or lost)
     code = exit_codes.DIFFERS if failed else exit_codes.OK
+    code = problems[0].exit_code if problems else code
+    lines += as_lines(measured, findings, options.asserts)
     return Result(
         exit_code=code if complete else exit_codes.INTERRUPTED,
         data=data,
-        lines=[*lines, *as_lines(measured, findings, options.asserts)],
+        # Whatever the exit code of 1 stands for is told with -q as well.
+        lines=told if options.quiet else lines,
         notes=notes,
+        problems=problems,
+        is_document=bool(told),
     )
 
 
 def _remarks(measured: Measured, complete: bool) -> Iterator[str]:
     if not complete:
         yield "interrupted: the figures are of the requests that were answered until then"
-    if measured.unread_steps:
+    lost = measured.planned - len(measured.served)
+    if complete and lost:
+        yield f"{count(lost, 'request')} without an outcome: a fault of dspark-pd, please report it"
+    for unread, where in (
+        (measured.unread_steps, "--url"),
+        (measured.reference_unread_steps, "--reference"),
+    ):
+        if not unread:
+            continue
         yield (
-            f"{count(measured.unread_steps, 'request')} came with merged events and no "
+            f"{count(unread, 'request')} to {where} came with merged events and no "
             "step's figure has them; use --endpoint generate, a lower --concurrency, or a server "
             "with --stream-interval 1"
         )
@@ -349,22 +376,36 @@ def _remarks(measured: Measured, complete: bool) -> Iterator[str]:
 
 
 def _write(
-    options: argparse.Namespace, measured: Measured, data: dict[str, object]
-) -> Iterator[str]:
+    options: argparse.Namespace,
+    measured: Measured,
+    data: dict[str, object],
+    notes: list[str],
+) -> Iterator[Problem]:
+    """Write the files; what fails is returned, so that the report is still printed."""
     if options.save:
-        options.save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if not options.plot:
-        return
+        yield from _write_one("--save", options.save, json.dumps(data, indent=1) + "\n")
+    if options.plot:
+        try:
+            text = _plot(measured)
+        except ValueError as error:
+            notes.append(f"no plot was written: {error}")
+        else:
+            yield from _write_one("--plot", options.plot, text)
+
+
+def _write_one(option: str, path: Path, text: str) -> Iterator[Problem]:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fields = {"option": option, "path": path, "detail": str(error)}
+        yield Problem("F507", fields)
+
+
+def _plot(measured: Measured) -> str:
     steps = measured.by_step()
     lines = {
         "measured": {n: f.accept_length for n, f in steps.items() if f.accept_length},
         "reference": {n: f.reference for n, f in steps.items() if f.reference},
     }
-    try:
-        text = draw(
-            {k: v for k, v in lines.items() if v}, "Accept length by verify step"
-        )
-    except ValueError as error:
-        yield f"no plot was written: {error}"
-        return
-    options.plot.write_text(text, encoding="utf-8")
+    drawn = {name: line for name, line in lines.items() if line}
+    return draw(drawn, "Accept length by verify step")
