@@ -15,7 +15,7 @@ def compose(
     commit: Commit,
     modules: Iterable[tuple[Module, bool]],
     hunks: Iterable[Hunk],
-    tests: Iterable[str],
+    files: Iterable[str],
     verified: Sequence[Sequence[str]],
     formatter: str,
 ) -> str:
@@ -23,6 +23,7 @@ def compose(
 
     Args:
         modules: those that the commit changes, and whether they are new.
+        files: the paths of all that it changes.
         verified: rows of the table of what was verified where, its head first.
     """
     changed = [
@@ -33,7 +34,9 @@ def compose(
         _item(f"`{hunk.target}`: {_lower_first(hunk.message)}{_link(hunk)}")
         for hunk in hunks
     ]
-    runs = [f"    python3 {path}" for path in sorted(tests) if "/test_" in path]
+    paths = sorted(files)
+    runs = [f"    python3 {path}" for path in paths if "/test_" in path]
+    has_docs = any(path.endswith(".mdx") for path in paths)
     sections = {
         "Motivation": [commit.motivation.strip()],
         "Modifications": changed,
@@ -47,7 +50,7 @@ def compose(
         "Checklist": [
             f"- [x] Formatted with {formatter} and isort.",
             f"- [{'x' if runs else ' '}] Unit tests are added and registered for CI.",
-            "- [x] Documentation is updated.",
+            f"- [{'x' if has_docs else ' '}] Documentation is updated.",
             "- [ ] Accuracy and speed on a GPU.",
         ],
     }
@@ -61,12 +64,13 @@ def _verified(rows: Sequence[Sequence[str]]) -> list[str]:
     if len(rows) < 2:
         return []
     head, *claims = rows
+    where = [place.partition(" (")[0] for place in head[1:]]
     lines = []
     for claim, *found in claims:
-        places = zip(head[1:], found, strict=True)
-        told = "; ".join(f"{place}: {what}" for place, what in places)
+        told = "; ".join(f"{a}: {b}" for a, b in zip(where, found, strict=True))
         lines.append(_item(f"{claim}. {told}"))
-    return ["With the whole series applied:", "", *lines, ""]
+    intro = f"With the whole series applied, on {' and '.join(head[1:])}:"
+    return [*textwrap.wrap(intro, _WIDTH), "", *lines, ""]
 
 
 def _item(text: str) -> str:

@@ -9,19 +9,13 @@ from __future__ import annotations
 import inspect
 import unittest
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStatePacker
-from sglang.srt.mem_cache import deepseek_v4_memory_pool as pool
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
 from sglang.srt.speculative.dspark_components import pp_aux_capture as capture
-from sglang.srt.speculative.dspark_components.dspark_handoff import (
-    activate,
-    deactivate,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -131,28 +125,6 @@ class TestPacker(CustomTestCase):
         leave = source.index("if not self.pp_group.is_last_rank:", captured)
         export = source.index("return stage_output(", leave)
         self.assertLess(export, source.index("return PPProxyTensors(", leave))
-
-
-class TestRings(CustomTestCase):
-    def setUp(self):
-        self.addCleanup(deactivate)
-
-    def rings(self, algorithm=None, tokens=None):
-        spec = SimpleNamespace(
-            speculative_algorithm=algorithm, speculative_num_draft_tokens=tokens
-        )
-        with mock.patch.object(pool, "get_spec", lambda: spec):
-            return [pool.resolve_compress_state_ring_size(r) for r in (2, 4, 128)]
-
-    def test_rings_match_the_decode(self):
-        """Rings travel page by page; another size is another stride."""
-        alone = self.rings()
-        decode = self.rings("DSPARK", 8)
-        self.assertNotEqual(alone, decode)
-        activate(peer_draft_tokens=8)
-        self.assertEqual(self.rings(), decode)
-        deactivate()
-        self.assertEqual(self.rings(), alone)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from .model_configs import (
 from .pair import PROTOCOL_VERSION, Description
 from .rules import ALLOW_COLD_DRAFT
 
-# export: from tail-handoff
+# export: from tail-rules
 from .tail import add_tail
 
 # Where a description travels: a key of prefill's registration at its bootstrap server and
@@ -127,7 +127,7 @@ def describe(
     if algorithm == "DSPARK":
         description.update(describe_draft(source, draft_config))
         description["draft_kv_dtype"] = draft_kv_dtype(args, target_config)
-    # export: from tail-handoff
+    # export: from tail-rules
     add_tail(description, args, target_config, draft_config, environ)
     known = {key: value for key, value in description.items() if value is not None}
     return known | {"algorithm": algorithm}

@@ -9,8 +9,6 @@ in a decode. The manager carries the result with the other arguments (`own_descr
 
 from __future__ import annotations
 
-# export: only <0.5.23
-import importlib.util
 import json
 import logging
 import os
@@ -29,7 +27,7 @@ from sglang.srt.disaggregation.agreement.rules import (
     STAGES_MISSED,
 )
 
-# export: from tail-handoff
+# export: from tail-rules
 from sglang.srt.disaggregation.agreement.tail import handed_over
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# export: only <0.5.23
-_PLACING = "sglang.srt.disaggregation.common.layer_pairs"
 _ARGUMENTS = (
     "disaggregation_transfer_backend",
     "disaggregation_decode_allocation_policy",
@@ -114,7 +110,7 @@ def _describe_rank(scheduler, role, kv_args, queue) -> Description:
         ),
         environ=os.environ,
     )
-    # export: from tail-handoff
+    # export: from tail-rules
     description |= handed_over(role, scheduler.server_args, model_config)
     description |= _parallel_sizes(role)
     # A rank without the draft's pool must not guess what another rank knows.
@@ -197,7 +193,7 @@ def stage_pairing(description: Description, pool: Any, kv_args: KVArgs) -> str |
         return None
     if getattr(kv_args, "mla_compression_ratios", None):
         # export: only <0.5.23
-        if backend == "nixl" and not _is_installed(_PLACING):
+        if backend == "nixl" and not _has_layer_pairs():
             return STAGES_MISSED
         return STAGES_BY_POSITION
     if description.get("attention") != "mha":
@@ -215,8 +211,11 @@ def stage_pairing(description: Description, pool: Any, kv_args: KVArgs) -> str |
 
 
 # export: only <0.5.23
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _has_layer_pairs() -> bool:
+    """Whether compressed MLA is placed by its layer groups, as 0.5.23 and later do."""
+    from importlib.util import find_spec
+
+    return find_spec("sglang.srt.disaggregation.common.layer_pairs") is not None
 
 
 # export: only <0.5.21

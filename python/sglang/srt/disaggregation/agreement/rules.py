@@ -27,7 +27,7 @@ from .pair import (
     look_up,
 )
 
-# export: from tail-handoff
+# export: from tail-rules
 from .tail import CAPTURE, TAIL_RULES, TELL_RING_SIZE
 
 ALLOW_COLD_DRAFT = "SGLANG_DSPARK_PD_ALLOW_COLD_DRAFT"
@@ -147,7 +147,7 @@ _DRAFT_ON_PREFILL = (
     "start prefill with --speculative-algorithm DSPARK and the decode engine's draft"
 )
 _CONTEXT_FROM_PREFILL = (
-    # export: from tail-handoff
+    # export: from tail-rules
     f"capture the prompt's tail on prefill with {CAPTURE}=1, or "
     "start prefill with --speculative-algorithm DSPARK and the decode engine's draft"
 )
@@ -313,7 +313,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "rings",
         "the DeepSeek-V4 compressor rings have different sizes",
         "a ring is transferred whole, so its entries would land in the wrong slots",
-        # export: from tail-handoff
+        # export: from tail-rules
         f"{TELL_RING_SIZE}, or "
         "run the same speculation on both engines, of the same number of draft tokens",
         when="described",
@@ -360,7 +360,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "prefill prepares context for a draft, but decode runs no draft",
         "prefill would send what decode has no memory for",
         "start decode with --speculative-algorithm DSPARK, "
-        # export: from tail-handoff
+        # export: from tail-rules
         f"or prefill without {CAPTURE}, "
         "or prefill without --speculative-algorithm",
     ),
@@ -417,7 +417,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
         "the tensor-parallel sizes differ, and the draft's KV is not laid out like the "
         "target's",
         "draft KV would be split between ranks like the target's, which does not fit it",
-        # export: from tail-handoff
+        # export: from tail-rules
         "hand over a tail of the prompt's hidden states in place of draft KV, or "
         "run both engines with the same --tp-size",
     ),
@@ -436,7 +436,7 @@ DRAFT_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *ENGINE_RULES,
     *DRAFT_RULES,
-    # export: from tail-handoff
+    # export: from tail-rules
     *TAIL_RULES,
 )
 

@@ -262,28 +262,6 @@ class TestRefusedRequest(WithServer):
         self.assertEqual(tell.call_count, 0)
         self.assertEqual(decode.request_status, {7: KVPoll.WaitingForInput})
 
-    def test_a_prompt_that_decode_can_never_place_is_refused(self):
-        """Its pool also needs the tokens that it reserves for an answer."""
-        queue = self.queue(
-            None,
-            scheduler=mock.Mock(enable_hisparse=False),
-            token_to_kv_pool_allocator=mock.Mock(),
-            max_total_num_tokens=800,
-            num_reserved_decode_tokens=512,
-        )
-        queue.token_to_kv_pool_allocator.prealloc_ceiling_fits.return_value = None
-        queue._prealloc_required_tokens = lambda req: (
-            len(req.origin_input_ids) + 512,
-            0,
-        )
-        queue._uses_swa_tail_prealloc = lambda: False
-        for tokens, refused in ((288, False), (289, True), (801, True)):
-            req = mock.Mock(origin_input_ids=[1] * tokens, finished_reason=None)
-            req.pd_rebootstrap_in_progress = False
-            found = queue._check_if_req_exceed_kv_capacity(req)
-            self.assertEqual(found, refused, tokens)
-        self.assertIn("1313 > 800", req.finished_reason.message)
-
     def test_a_prefill_that_does_not_answer_is_named(self):
         decode = self.decode()
         address = "127.0.0.1:1"

@@ -6,10 +6,11 @@ is what its pools allocate; an engine that cannot describe itself still starts.
 
 from __future__ import annotations
 
-# export: only <0.5.23
-import importlib.util
 import inspect
 import unittest
+
+# export: only <0.5.23
+from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
@@ -34,9 +35,6 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
-
-# export: only <0.5.23
-SERVER_INFO = "sglang.srt.managers.scheduler_components.internal_state"
 
 
 class TestEngineFacts(CustomTestCase):
@@ -169,16 +167,17 @@ class TestStagePairing(CustomTestCase):
         self.assertEqual(ids, [])
         v4 = {"attention": "compressed_mla", "ratios": [0, 4, 128, 4]}
         self.assertEqual(self.pairing("mooncake", pool, **v4), "position")
+        placed = "position"
         # export: only <0.5.23
-        with mock.patch.object(engine_facts, "_is_installed", return_value=False):
-            self.assertEqual(self.pairing("nixl", pool, **v4), "none")
-        # export: only <0.5.23
-        installed = mock.patch.object(engine_facts, "_is_installed", return_value=True)
-        # export: only <0.5.23
-        installed.start()
-        # export: only <0.5.23
-        self.addCleanup(installed.stop)
-        self.assertEqual(self.pairing("nixl", pool, **v4), "position")
+        if find_spec("sglang.srt.disaggregation.common.layer_pairs") is None:
+            placed = "none"
+        self.assertEqual(self.pairing("nixl", pool, **v4), placed)
+
+    # export: only <0.5.23
+    def test_compressed_pools_where_nothing_places_them(self):
+        with mock.patch("importlib.util.find_spec", return_value=None):
+            nixl = self.pairing("nixl", None, attention="compressed_mla", ratios=[4])
+        self.assertEqual(nixl, "none")
 
     def test_mla_pools(self):
         placed = "position"
@@ -272,7 +271,7 @@ class TestCallers(CustomTestCase):
 
     def test_server_info_shows_the_description(self):
         # export: only <0.5.22
-        if importlib.util.find_spec(SERVER_INFO) is None:
+        if find_spec("sglang.srt.managers.scheduler_components.internal_state") is None:
             self.skipTest("this release builds its state in the scheduler (< 0.5.22)")
         from sglang.srt.managers.scheduler_components import internal_state
 

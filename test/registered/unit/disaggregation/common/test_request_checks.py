@@ -187,6 +187,27 @@ class TestSamples(CustomTestCase):
             pass
 
 
+class TestPlacing(CustomTestCase):
+    def test_a_prompt_that_decode_can_never_place_is_refused(self):
+        """Its pool also needs the tokens that it reserves for an answer."""
+        queue = object.__new__(DecodePreallocQueue)
+        queue.scheduler = mock.Mock(enable_hisparse=False)
+        queue.token_to_kv_pool_allocator = mock.Mock()
+        queue.max_total_num_tokens, queue.num_reserved_decode_tokens = 800, 512
+        queue.token_to_kv_pool_allocator.prealloc_ceiling_fits.return_value = None
+        queue._prealloc_required_tokens = lambda req: (
+            len(req.origin_input_ids) + 512,
+            0,
+        )
+        queue._uses_swa_tail_prealloc = lambda: False
+        for tokens, refused in ((288, False), (289, True), (801, True)):
+            req = mock.Mock(origin_input_ids=[1] * tokens, finished_reason=None)
+            req.pd_rebootstrap_in_progress = False
+            found = queue._check_if_req_exceed_kv_capacity(req)
+            self.assertEqual(found, refused, tokens)
+        self.assertIn("1313 > 800", req.finished_reason.message)
+
+
 class TestRooms(CustomTestCase):
     def setUp(self):
         self.manager = nixl_decode()

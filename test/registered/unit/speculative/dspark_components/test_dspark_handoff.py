@@ -21,12 +21,12 @@ from handoff_fixtures import (
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as pool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     get_server_return_hidden_states_mode,
 )
 from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
-from sglang.srt.speculative.dspark_components.dspark_handoff_decode import Draft
 from sglang.srt.speculative.dspark_components.handoff_refusals import (
     ALLOW_PARTIAL_CONTEXT,
     CAPTURE,
@@ -228,22 +228,6 @@ class TestDescriptions(HandoffCase):
         # It knows no window, so it has nothing to consent to.
         self.assertNotIn("window_need", found)
 
-    def test_decode_takes_both_unless_it_says_why_not(self):
-        shape = handoff.shape_of(FACTS, target_config())
-        pool = SimpleNamespace(k_buffer=[])
-        for more, mode, keys in (
-            ({}, "tail", {}),
-            ({"no_tail": "why"}, "native", {"no_tail": "why"}),
-            ({"pinned_tokens": 31}, "tail", {"tail_tokens": 31}),
-        ):
-            handoff.activate(draft=Draft(pool, shape, **more))
-            found = self.describe("decode", **DECODE)
-            self.assertEqual(found.pop("mode"), mode)
-            self.assertEqual(found.pop("window_need"), 31)
-            for key in ("layer_ids", "hidden_size", "dtype"):
-                found.pop(key)
-            self.assertEqual(found, keys)
-
     def test_native_and_none(self):
         with self.drafts(draft_config()):
             path = {"speculative_draft_model_path": "draft"}
@@ -252,6 +236,25 @@ class TestDescriptions(HandoffCase):
             found = self.describe("prefill", **path, speculative_algorithm="DSPARK")
         self.assertEqual((found["mode"], found["layer_ids"]), ("native", [0, 2, 4]))
         self.assertNotIn("tail_tokens", found)
+
+
+class TestRings(HandoffCase):
+    def rings(self, algorithm=None, tokens=None):
+        spec = SimpleNamespace(
+            speculative_algorithm=algorithm, speculative_num_draft_tokens=tokens
+        )
+        with mock.patch.object(pool, "get_spec", lambda: spec):
+            return [pool.resolve_compress_state_ring_size(r) for r in (2, 4, 128)]
+
+    def test_rings_match_the_decode(self):
+        """Rings travel page by page; another size is another stride."""
+        alone = self.rings()
+        decode = self.rings("DSPARK", 8)
+        self.assertNotEqual(alone, decode)
+        handoff.activate(peer_draft_tokens=8)
+        self.assertEqual(self.rings(), decode)
+        handoff.deactivate()
+        self.assertEqual(self.rings(), alone)
 
 
 if __name__ == "__main__":

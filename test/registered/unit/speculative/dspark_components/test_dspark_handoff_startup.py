@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pathlib
@@ -23,11 +24,13 @@ from handoff_fixtures import (
 from sglang.srt.arg_groups import validation_hook
 from sglang.srt.disaggregation.agreement import tail as agreed
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dspark_components import dspark_handoff as handoff
 from sglang.srt.speculative.dspark_components import dspark_handoff_startup as startup
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
+from sglang.srt.speculative.dspark_components.dspark_handoff_decode import Draft
 from sglang.srt.speculative.dspark_components.handoff_refusals import (
     ALLOW_COLD_DRAFT,
     ALLOW_PARTIAL_CONTEXT,
@@ -237,6 +240,17 @@ class TestCaptureConfig(HandoffCase):
 class TestAttach(HandoffCase):
     """What a scheduler gets when its metadata buffers exist."""
 
+    def test_a_scheduler_asks_for_its_tail(self):
+        """Both roles have it before their queues take buffers and slots over."""
+        source = inspect.getsource(inspect.unwrap(Scheduler.init_disaggregation))
+        place = 0
+        for queue in ("DecodeTransferQueue(", "PrefillBootstrapQueue("):
+            built = source.index(".disagg_metadata_buffers = MetadataBuffers(", place)
+            attached = source.index(".disagg_metadata_buffers = with_tail(", built)
+            place = source.index(queue, built)
+            self.assertLess(attached, place)
+            self.assertNotIn("disagg_metadata_buffers.", source[built:attached])
+
     def scheduler(self, **args):
         arguments = server_args(**args)
         return SimpleNamespace(
@@ -369,6 +383,26 @@ class TestAttach(HandoffCase):
         draft = handoff.current().draft
         self.assertEqual(draft.shape.window_need, 31)
         self.assertIn("--enable-pd-role-switch", draft.no_tail)
+
+
+class TestDescription(HandoffCase):
+    def test_decode_takes_both_unless_it_says_why_not(self):
+        shape = handoff.shape_of(handoff.DraftFacts((0, 2, 4), 31), target_config())
+        pool = SimpleNamespace(k_buffer=[])
+        for more, mode, keys in (
+            ({}, "tail", {}),
+            ({"no_tail": "why"}, "native", {"no_tail": "why"}),
+            ({"pinned_tokens": 31}, "tail", {"tail_tokens": 31}),
+        ):
+            handoff.activate(draft=Draft(pool, shape, **more))
+            found = handoff.describe_role(
+                "decode", server_args(**DECODE), target_config()
+            )
+            self.assertEqual(found.pop("mode"), mode)
+            self.assertEqual(found.pop("window_need"), 31)
+            for key in ("layer_ids", "hidden_size", "dtype"):
+                found.pop(key)
+            self.assertEqual(found, keys)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import inspect
 import threading
 import unittest
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
@@ -36,7 +34,6 @@ from sglang.srt.speculative.dspark_components.dspark_handoff import (
     current,
     deactivate,
 )
-from sglang.srt.speculative.dspark_components.dspark_handoff_decode import Draft
 from sglang.srt.speculative.dspark_components.handoff_refusals import HEADER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -121,6 +118,11 @@ class Agent:
 
     def initialize_xfer(self, _verb, sources, targets, _peer):
         return sources, targets
+
+
+def drafting(*shape, **more):
+    """What making room reads of a decode's draft."""
+    return SimpleNamespace(shape=make_spec(*shape, **more))
 
 
 class TailCase(CustomTestCase):
@@ -273,7 +275,7 @@ class TestMemory(TailCase):
         for tokens, room in ((8, 8), (3, 8), (20, 20)):
             with self.subTest(tokens=tokens):
                 deactivate()
-                activate(draft=Draft(None, make_spec(0, need=8)))
+                activate(draft=drafting(0, need=8))
                 activate(slots=tails.TailSlots(SLOTS))
                 receiver = receiver_of("tail", tokens)
                 receiver.kv_mgr.agent = Agent()
@@ -291,13 +293,13 @@ class TestMemory(TailCase):
         return mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel)
 
     def test_decode_makes_no_room_for_other_prefills(self):
-        activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
+        activate(draft=drafting(0), slots=tails.TailSlots(SLOTS))
         for mode in ("native", "none", None):
             self.assertIsNone(tails.make_room(receiver_of(mode)))
             self.assertIsNone(current().tail)
 
     def test_decode_without_memory_lets_prefill_refuse(self):
-        activate(draft=Draft(None, make_spec(0)), slots=tails.TailSlots(SLOTS))
+        activate(draft=drafting(0), slots=tails.TailSlots(SLOTS))
         nothing = SimpleNamespace(total=0)
         message = [b"x"]
         with (
@@ -365,17 +367,6 @@ class TestMetadataBuffers(TailCase):
         self.assertIsNone(tail.header(0))
         deactivate()
         make_buffers().clear_slot(0)
-
-    def test_scheduler_gets_its_tail(self):
-        """Both roles have it before their queues take buffers and slots over."""
-        source = inspect.getsource(inspect.unwrap(Scheduler.init_disaggregation))
-        place = 0
-        for queue in ("DecodeTransferQueue(", "PrefillBootstrapQueue("):
-            built = source.index(".disagg_metadata_buffers = MetadataBuffers(", place)
-            attached = source.index(".disagg_metadata_buffers = with_tail(", built)
-            place = source.index(queue, built)
-            self.assertLess(attached, place)
-            self.assertNotIn("disagg_metadata_buffers.", source[built:attached])
 
     def test_peers_see_sglangs_buffers(self):
         """They are paired by position; the tail's memory is announced apart."""
@@ -699,7 +690,7 @@ class TestWire(TailCase):
     def test_registration_carries_layout(self):
         """The memory is registered before the message that names what is registered."""
         tail = tails.TailBuffer(make_spec(), SLOTS)
-        activate(tail=tail, draft=Draft(None, make_spec()))
+        activate(tail=tail, draft=drafting())
         sent = []
         handle = object.__new__(CommonKVReceiver)
         handle.bootstrap_infos = [{"rank_ip": "127.0.0.1"}]
