@@ -134,6 +134,9 @@ def test_the_message_has_the_parts_of_a_pull_request(run: Run, checkout: Path) -
     assert "Not measured: no part of this series was run on a GPU." in body
     assert f"python3 {TEST_FILE}" in body
     assert "`srt/start.py`: check the settings before anything starts" in body
+    first = git(checkout, "log", "-1", "--format=%b", "dspark~1")
+    assert "- [x] Documentation is updated." in first
+    assert "- [ ] Documentation is updated." in body
 
 
 def test_the_work_tree_is_left_alone(run: Run, checkout: Path) -> None:

@@ -18,7 +18,9 @@ import pytest
 
 import release_wheels
 from dspark_pd.cli import main
+from dspark_pd.export.contents import TESTS
 from dspark_pd.patchset.patch_set import load_patch_set
+from dspark_pd.patchset.series import commit_of
 from test_export import ENTRY, git
 
 pytestmark = pytest.mark.release
@@ -120,6 +122,25 @@ def test_each_commit_brings_its_tests(series: Series) -> None:
         names = series.names(index)
         title = git(series.root, "log", "-1", "--format=%s", commit)
         assert [n for n in names if "/test_" in n], title
+
+
+def test_each_hunk_comes_with_the_test_that_proves_it(series: Series) -> None:
+    patch_set = load_patch_set()
+    release = patch_set.releases[-1]
+    wanted: dict[str, set[str]] = {}
+    for hunk in patch_set.hunks:
+        place = str(hunk.metadata["proved_by"]).partition("::")[0]
+        if hunk.serves(release) and place.startswith(TESTS):
+            commit = commit_of(patch_set, hunk)
+            assert commit is not None
+            wanted.setdefault(commit.title, set()).add(place)
+    late = {}
+    for commit in series.commits:
+        title = git(series.root, "log", "-1", "--format=%s", commit).strip()
+        there = git(series.root, "ls-tree", "-r", "--name-only", commit, "test")
+        late[title] = wanted.get(title, set()) - set(there.split())
+    assert len(wanted) > 10
+    assert not any(late.values()), late
 
 
 def test_an_older_checkout_keeps_its_folder_of_the_docs(tmp_path: Path) -> None:
