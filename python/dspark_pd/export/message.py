@@ -63,14 +63,16 @@ def compose(
 def _verified(rows: Sequence[Sequence[str]]) -> list[str]:
     if len(rows) < 2:
         return []
-    head, *claims = rows
-    where = [place.partition(" (")[0] for place in head[1:]]
+    (_, *heads), *claims = rows
+    places = [head.rstrip(")").partition(" (") for head in heads]
+    intro = ["With the whole series applied."]
+    intro += [f"{name}: {details}." for name, _, details in places if details]
     lines = []
     for claim, *found in claims:
-        told = "; ".join(f"{a}: {b}" for a, b in zip(where, found, strict=True))
+        pairs = zip(places, found, strict=True)
+        told = "; ".join(f"{name}: {what}" for (name, _, _), what in pairs)
         lines.append(_item(f"{claim}. {told}"))
-    intro = f"With the whole series applied, on {' and '.join(head[1:])}:"
-    return [*textwrap.wrap(intro, _WIDTH), "", *lines, ""]
+    return [*textwrap.wrap(" ".join(intro), _WIDTH), "", *lines, ""]
 
 
 def _item(text: str) -> str:
