@@ -10,6 +10,7 @@ with the seconds to the error.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -68,6 +69,9 @@ def shared(bed: Bed, tmp_path_factory) -> Iterator[Shared]:
             folder / "partial", "native", "robustness", "agreement", "cpu"
         ),
     }
+    # Releases before 0.5.23 report none for plain pools, as SGLang's own file here.
+    reports_ids = "sglang/srt/disaggregation/utils.py"
+    shutil.copy(trees["stock"] / reports_ids, trees["no layer ids"] / reports_ids)
     prefill, decode = bed.start([spec("good-p", "prefill"), spec("good-d", "decode")])
     router = route(bed, prefill, decode)
     shared = Shared(bed, prefill, decode, router.url, trees)
