@@ -4,9 +4,10 @@
     scripts/bench_commit.py [--requests N] [--rounds N]
 
 N requests finish their transfer in one poll, with tails of Qwen3-8B's shape (5 layers of
-4096 values in bfloat16, 127 tokens). Prints the time that `commit_tail` takes for all of
-them, and the time of a copy of their hidden states from host memory to host memory, which
-a commit made before slots were held. One thread, as SGLang sets torch; medians.
+4096 values in bfloat16, 127 tokens). Prints the time that `check_tails` and `hold_tail`
+take for all of them, and that of a copy of their hidden states from host memory to host
+memory, which a commit made before slots were held. One thread, as SGLang sets torch;
+medians.
 """
 
 from __future__ import annotations
@@ -54,24 +55,26 @@ def seconds(action: Callable[[], None]) -> float:
 
 def measure(shape: Any, count: int, rounds: int) -> tuple[float, float]:
     """Median seconds of `count` commits, and of a copy of their hidden states."""
-    import torch.distributed as dist
-
+    from sglang.srt.disaggregation.base import KVPoll
     from sglang.srt.speculative.dspark_components import (
         dspark_handoff_decode as decode,
     )
     from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
     from sglang.srt.speculative.dspark_components.dspark_handoff import activate
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tail, slots = tails.TailBuffer(shape, count), tails.TailSlots(count)
     tail.storage.random_(0, 100)
     activate(tail=tail, draft=decode.Draft(None, shape), slots=slots)
     requests = [request(slot) for slot in range(count)]
-    queue = SimpleNamespace(gloo_group=dist.group.WORLD)
+    queue = [
+        SimpleNamespace(req=req, metadata_buffer_index=slot)
+        for slot, req in enumerate(requests)
+    ]
 
     def commit() -> None:
-        for slot, req in enumerate(requests):
-            decode.commit_tail(queue, slot, SimpleNamespace(req=req))
+        decode.check_tails([int(KVPoll.Success)] * count, queue)
+        for decode_req in queue:
+            decode.hold_tail(decode_req)
 
     def copy() -> None:
         for slot in range(count):

@@ -3,7 +3,7 @@
 
     scripts/soak.py [--minutes N] [--seed N] [--in-flight N] [--leavers SHARE]
                     [--prompt-tokens LOW HIGH] [--new-tokens LOW HIGH]
-                    [--prefills native tail-pp2 ...] [--limit SECONDS]
+                    [--prefills native tail-pp2 ...] [--limit SECONDS] [--stock]
 
 Engines: one decode, the prefills asked for, one router. A share of the clients leaves
 at a random time of its request. Every request is drawn from the seed and its number.
@@ -232,7 +232,11 @@ def main() -> int:
         default=["native", "tail-pp2"],
         help=text,
     )
+    text = "do not ask for the patch set, to compare with an SGLang that has only `cpu` of it"
+    add("--stock", action="store_true", help=text)
     options = parser.parse_args()
+    if options.stock and set(options.prefills) != {"native"}:
+        parser.error("--stock: SGLang serves --prefills native only")
     for name in ("prompt_tokens", "new_tokens"):
         low, high = getattr(options, name)
         if low > high:
@@ -248,7 +252,8 @@ def main() -> int:
 def run(options: argparse.Namespace) -> int:
     """Start the engines and soak them; BedError when they cannot run here."""
     check_installed()
-    check_applied()
+    if not options.stock:
+        check_applied()
     specs = [prefill_spec(kind, n) for n, kind in enumerate(options.prefills)]
     decode = EngineSpec("decode", "decode", MODELS.target, MODELS.draft_swa, env=EXPECT)
     with Bed("soak", keep_logs=True) as bed:

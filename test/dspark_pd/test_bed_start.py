@@ -150,5 +150,7 @@ def test_a_taken_port_is_refused_before_anything_starts(quiet_bed: Bed) -> None:
 def test_ports_are_handed_out_once() -> None:
     ports = [free_port() for _ in range(50)]
     assert len(set(ports)) == 50
+    block = free_port(range(1, 400))  # some of the ports above lie in between
+    assert not {*ports} & {*range(block, block + 400)}
     with pytest.raises(BedError, match="not a TCP port"):
         claim_port(70_000, "--port")

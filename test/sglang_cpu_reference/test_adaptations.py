@@ -51,6 +51,13 @@ def test_an_adaptation_steps_aside_for_the_seam_it_waits_for():
         adapting.install(waiting)
 
 
+def test_an_adaptation_of_a_feature_that_a_release_lacks_is_left_out():
+    other = dataclasses.replace(ASSIGN, params=("other",))
+    adapting.install(dataclasses.replace(other, needs="json:no_such_feature"))
+    with pytest.raises(adapting.AdaptationError):
+        adapting.install(dataclasses.replace(other, needs="json:dumps"))
+
+
 def test_a_parameter_some_releases_lack_is_optional():
     newer = dataclasses.replace(
         ASSIGN, params=(*ASSIGN.params, "extra"), optional=("extra",)
@@ -60,7 +67,7 @@ def test_a_parameter_some_releases_lack_is_optional():
 
 def test_a_constant_of_another_type_is_refused():
     module = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
-    reserve = next(a for a in TABLE if a.kind == "constant")
+    reserve = next(a for a in TABLE if a.name == "HICACHE_HOST_MEMORY_RESERVE_BYTES")
     wrong = dataclasses.replace(reserve, hook="sys:version")
     before = module.HICACHE_HOST_MEMORY_RESERVE_BYTES
     with pytest.raises(adapting.AdaptationError, match="a constant of type str"):
@@ -79,7 +86,7 @@ for entry in adaptations.TABLE:
     if entry.module.split(".")[0] in NIXL_BUILDS:
         continue
     importlib.import_module(entry.module)
-    if adapting.has_seam(entry):
+    if not adapting.is_wanted(entry):
         continue
     target = adapting.resolve_target(entry)
     if entry.kind == "constant":
@@ -95,4 +102,4 @@ def test_a_process_that_names_the_platform_is_adapted_on_import(run_child):
     assert child.returncode == 0, child.stderr[-2000:]
     adapted = child.stdout.count("adapted ")
     here = [a for a in TABLE if a.module.split(".")[0] not in NIXL_BUILDS]
-    assert adapted == len([a for a in here if not adapting.has_seam(a)])
+    assert adapted == len([a for a in here if adapting.is_wanted(a)])

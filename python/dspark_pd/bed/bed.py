@@ -59,7 +59,7 @@ class Engine(Server):
 
     def __init__(self, spec: EngineSpec, folder: Path) -> None:
         self.spec = spec
-        self.port = _port(spec.port, spec.name)
+        self.port = _port(spec.port, spec.name, spec.port_offsets)
         self.bootstrap_port = None
         if spec.role == "prefill":
             self.bootstrap_port = _port(spec.bootstrap_port, f"{spec.name} bootstrap")
@@ -227,8 +227,8 @@ def unhealthy(servers: Sequence[Server]) -> list[Server]:
     return [server for server, ok in zip(servers, answers, strict=True) if not ok]
 
 
-def _port(asked: int | None, owner: str) -> int:
-    return free_port() if asked is None else claim_port(asked, owner)
+def _port(asked: int | None, owner: str, offsets: Sequence[int] = ()) -> int:
+    return free_port(offsets) if asked is None else claim_port(asked, owner)
 
 
 def _start_timeout_s() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,17 +19,17 @@ _POLL_S = 0.25
 
 
 def holdings(engine: Engine) -> dict[str, int]:
-    """Requests in any queue, and KV tokens in use that no cache could give up."""
-    [load] = web.call(f"{engine.url}/v1/loads", timeout_s=10.0)["loads"]
-    held = {
-        name: value
-        for name, value in {**load["disaggregation"], **load["queues"]}.items()
-        if isinstance(value, int) and value
-    }
-    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens"):
-        if load[name]:
-            held[name] = load[name]
-    return held
+    """Requests in any queue, and KV tokens in use that no cache could give up.
+
+    Sums over the groups of an engine with data parallelism.
+    """
+    held: Counter[str] = Counter()
+    for load in web.call(f"{engine.url}/v1/loads", timeout_s=10.0)["loads"]:
+        for name, value in {**load["disaggregation"], **load["queues"]}.items():
+            held[name] += value if isinstance(value, int) else 0
+        for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens"):
+            held[name] += load[name]
+    return {name: value for name, value in held.items() if value}
 
 
 def empty_within(engine: Engine, timeout_s: float = 20.0) -> dict[str, int]:

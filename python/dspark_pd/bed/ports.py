@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dspark_pd.bed.errors import BedError
@@ -37,12 +38,16 @@ def is_free(port: int) -> bool:
     return True
 
 
-def free_port() -> int:
-    """A port that was free a moment ago and that this process has not handed out."""
+def free_port(offsets: Iterable[int] = ()) -> int:
+    """A port that was free a moment ago and that this process has not handed out.
+
+    So are the ports at `offsets` from it, for a server that takes them without asking.
+    """
     for _ in range(_TRIES):
         port = random.randrange(_LOWEST, _HIGHEST)
-        if port not in _handed_out and is_free(port):
-            _handed_out.add(port)
+        block = {port, *(port + offset for offset in offsets)}
+        if not block & _handed_out and all(map(is_free, block)):
+            _handed_out.update(block)
             return port
     raise BedError(
         "no free TCP port",

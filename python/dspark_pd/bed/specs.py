@@ -19,6 +19,8 @@ Flag = str | int | float | bool | None | Sequence[str]
 # and a pool sized by "free memory" would differ from machine to machine.
 _POOL_TOKENS = 16_384
 _MAX_RUNNING_REQUESTS = 16
+# Ports that an engine with attention DP takes, counted from its own.
+_ATTENTION_DP_PORTS = range(233, 240)
 # On a GPU: engines share it, and heads of 32 are too small for some backends.
 _CUDA_FLAGS: Mapping[str, str | float] = {
     "dtype": "bfloat16",
@@ -33,6 +35,8 @@ class EngineSpec:
 
     `args` are flags of `sglang.launch_server` without the dashes and win over the
     defaults; None or False removes a default, True is a bare flag. `env` wins too.
+    `attention_dp` divides `tp`: attention is computed by that many groups, each with its
+    own requests.
     `port` and `bootstrap_port` are chosen when they are None.
     """
 
@@ -42,6 +46,7 @@ class EngineSpec:
     draft: Path | None = None
     tp: int = 1
     pp: int = 1
+    attention_dp: int = 1
     overlap: bool = True
     page_size: int | None = None
     chunked_prefill: int | None = None
@@ -54,7 +59,12 @@ class EngineSpec:
     @property
     def processes(self) -> int:
         """Python processes it becomes: front end, detokenizer, one per rank."""
-        return 2 + self.tp * self.pp
+        return 2 + self.tp * self.pp + (self.attention_dp > 1)
+
+    @property
+    def port_offsets(self) -> Sequence[int]:
+        """Ports that it takes without being told, counted from its own."""
+        return _ATTENTION_DP_PORTS if self.attention_dp > 1 else ()
 
     def flags(self, port: int, bootstrap_port: int | None) -> dict[str, Flag]:
         """Flags by name, defaults first, `args` last."""
@@ -72,6 +82,10 @@ class EngineSpec:
             "page-size": self.page_size,
             "chunked-prefill-size": self.chunked_prefill,
         }
+        if self.attention_dp > 1:
+            flags["attn-dp-size"] = self.attention_dp
+            # DSPARK asks for it.
+            flags["enable-dp-lm-head"] = True
         if self.device == "cuda":
             flags |= _CUDA_FLAGS
         if self.draft is not None:

@@ -169,6 +169,45 @@ class TestTensorParallel:
         assert_parity(replies, "short", references)
 
 
+class TestAttentionDataParallel:
+    """Two groups of one rank: each computes attention for its own requests only.
+
+    A step of one group has dummy rows in the other, so handoffs meet both.
+    """
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pair(cls, bed: Bed, native_pair: Pair) -> Iterator[Pair]:
+        specs = native_specs("attn-dp", tp=2, attention_dp=2)
+        pair = route(bed, *bed.start(specs))
+        yield pair
+        bed.stop(pair.prefill, pair.decode, pair.router)
+
+    def test_parity(self, pair: Pair, references: References) -> None:
+        groups: set[int] = set()  # chosen by the room, which is random
+        for name in ("short", "mixed", "chunked"):
+            before = pair.prefill.bytes_posted()
+            replies = send(pair.client, name)
+            assert_parity(replies, name, references)
+            assert pair.prefill.bytes_posted() > before
+            groups |= {reply.meta["dp_rank"] for reply in replies}
+        assert groups == {0, 1}
+
+    def test_the_description_has_the_size_of_a_group(self, pair: Pair) -> None:
+        for engine in (pair.prefill, pair.decode):
+            states = engine.info()["internal_states"]
+            assert [state["peer_description"]["tp"] for state in states] == [1, 1]
+
+    @pytest.mark.parametrize("split", ["prefill", "decode"])
+    def test_parity_with_a_peer_of_one_rank(
+        self, pair: Pair, native_pair: Pair, references: References, split: str
+    ) -> None:
+        prefill = (pair if split == "prefill" else native_pair).prefill
+        decode = (pair if split == "decode" else native_pair).decode
+        replies = send(Client.direct(prefill, decode), "short")
+        assert_parity(replies, "short", references)
+
+
 def test_every_process_is_healthy_at_the_end(bed: Bed, native_pair: Pair) -> None:
     bed.assert_healthy()
     assert native_pair.router.alive()

@@ -159,12 +159,14 @@ def hidden_state_bytes() -> int:
 
 @pytest.fixture(scope="class")
 def paged_client(bed: Bed) -> Iterator[Client]:
-    """PP 2 to TP 2, pages of 16, decode radix cache, no overlap on decode."""
+    """PP 2 to attention DP 2, pages of 16, decode radix cache, no overlap on decode."""
     args = {"disaggregation-decode-enable-radix-cache": True}
     engines = bed.start(
         [
             prefill_spec("tail-p16", pp=2, page_size=16),
-            decode_spec("tail-d16", tp=2, page_size=16, overlap=False, args=args),
+            decode_spec(
+                "tail-d16", tp=2, attention_dp=2, page_size=16, overlap=False, args=args
+            ),
         ]
     )
     yield Client.direct(*engines)

@@ -151,6 +151,38 @@ TABLE: tuple[Adaptation, ...] = (
         seam="get_kv_pool_cls has no counterpart for host pools",
     ),
     Adaptation(
+        module="sglang.srt.layers.dp_attention",
+        name="memcpy_func",
+        kind="replace",
+        hook=f"{_PACKAGE}.attention_dp:copy_rows",
+        params=("dst", "src", "dim", "offset", "sz", "offset_src"),
+        why="attention DP gathers and scatters tokens with a Triton kernel",
+        seam="the choice should follow capabilities.supports_triton",
+        needs="sglang.srt.layers.dp_attention:memcpy_func",
+    ),
+    Adaptation(
+        module="sglang.srt.model_executor.forward_batch_info",
+        name="_is_cpu",
+        kind="constant",
+        hook=f"{_PACKAGE}.attention_dp:IS_CPU",
+        params=None,
+        why="attention DP sends its token counts from page-locked memory",
+        seam="the choice should follow is_pin_memory_available",
+        needs="sglang.srt.layers.dp_attention:memcpy_func",
+    ),
+    *(
+        Adaptation(
+            module="sglang.srt.distributed.parallel_state",
+            name=f"GroupCoordinator.{name}",
+            kind="replace",
+            hook=f"{_PACKAGE}.attention_dp:{name}",
+            params=("self", "output", "input"),
+            why="its custom op is registered for PrivateUse1, the tensors are a CPU's",
+            seam="custom ops of an out-of-tree platform should take its dispatch key",
+        )
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    ),
+    Adaptation(
         module="sglang.kernels.ops.speculative.reject_sampling",
         name="chain_speculative_sampling_triton",
         kind="replace",

@@ -34,6 +34,8 @@ class Adaptation:
         seam: the upstream extension point that would make it unnecessary.
         unless: ``module:name`` of that extension point; where it exists, the
             adaptation is not installed.
+        needs: ``module:name`` without which the feature does not run here at all;
+            a release that lacks it is not adapted.
     """
 
     module: str
@@ -45,6 +47,7 @@ class Adaptation:
     seam: str
     optional: tuple[str, ...] = ()
     unless: str = ""
+    needs: str = ""
 
     @property
     def target(self) -> str:
@@ -62,7 +65,7 @@ def install(adaptation: Adaptation) -> None:
         AdaptationError: the target is missing, has other parameters, or the
             hook registry did not take the hook.
     """
-    if has_seam(adaptation):
+    if not is_wanted(adaptation):
         return
     original = resolve_target(adaptation)
     verify_parameters(adaptation, original)
@@ -96,12 +99,16 @@ def _set_constant(adaptation: Adaptation, original: Any, value: Any) -> None:
     setattr(sys.modules[adaptation.module], adaptation.name, value)
 
 
-def has_seam(adaptation: Adaptation) -> bool:
-    """Whether this release has the extension point that makes it unnecessary."""
-    if not adaptation.unless:
+def is_wanted(adaptation: Adaptation) -> bool:
+    """Whether this release needs it: it has no extension point, and can use it."""
+    if adaptation.unless and _exists(adaptation.unless):
         return False
+    return not adaptation.needs or _exists(adaptation.needs)
+
+
+def _exists(name: str) -> bool:
     try:
-        pkgutil.resolve_name(adaptation.unless)
+        pkgutil.resolve_name(name)
     except (AttributeError, ImportError):
         return False
     return True

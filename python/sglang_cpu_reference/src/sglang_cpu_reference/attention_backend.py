@@ -89,6 +89,9 @@ class ReferenceAttentionBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    # What a padded row of attention data parallelism asks for.
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
         self.layout = None

@@ -1,10 +1,11 @@
 """Decode's side of the tail: from a row that prefill wrote to draft KV.
 
-Life cycle of one request's tail: ``commit_tail`` reads and checks its header when the
-transfer is committed, and holds its slot; ``inject_tails`` copies the hidden states of
-every request of a prebuilt batch from their rows to the device and writes the draft KV,
-on the schedule stream, between the fence that drained the running forward and the one
-the next forward waits for. Then the slots are given back.
+Life cycle of one request's tail: ``check_tails`` reads and checks its header when the
+transfer is complete on this rank; ``hold_tail`` keeps its slot when all ranks commit the
+request; ``inject_tails`` copies the hidden states of every request of a prebuilt batch
+from their rows to the device and writes the draft KV, on the schedule stream, between
+the fence that drained the running forward and the one the next forward waits for. Then
+the slots are given back.
 
 What no tail covers is zeroed when the draft would read it, so that acceptance depends
 on the request alone and never on who used the KV slots before; so is the context of a
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sglang.srt.disaggregation.common.conn import CommonKVManager
-    from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
@@ -114,32 +114,41 @@ class Draft:
         return 0 if need is None else max(0, seq_len - need)
 
 
-def commit_tail(queue: DecodeTransferQueue, slot: int, decode_req: DecodeRequest):
-    """Take a committed request's tail, and hold its slot until it is injected.
+def check_tails(polls: list[int], decode_reqs: list[DecodeRequest]) -> None:
+    """Take the tails of completed transfers; a poll whose tail is unusable fails.
+
+    ``polls`` are this rank's, before upstream reduces them over the ranks to the lowest:
+    one rank that cannot use its part of a tail fails the request on all of them, and no
+    reduction is needed for it. A request is seen again until every rank has all of it.
 
     A row without a header has no tail: where prefill has a draft, the draft KV that
-    arrived stays; elsewhere, draft KV that was never written is cleared. A tail that does not
-    fit, or none where slots are shared, aborts the request with a message.
+    arrived stays; elsewhere, draft KV that was never written is cleared.
     """
     if current().draft is None:
         return
-    req = decode_req.req
-    req.dspark_tail, problem = _taken(slot, decode_req)
-    problem = _agreed(problem, queue.gloo_group)
-    if problem is None:
-        if req.dspark_tail is not None and req.dspark_tail.slot is not None:
-            current().slots.hold(slot, req)
-        return
-    from sglang.srt.disaggregation.utils import prepare_abort
+    from sglang.srt.disaggregation.base import KVPoll
 
-    message = f"Draft context of request {req.rid} cannot be used: {problem}"
-    logger.error(message)
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    for i, decode_req in enumerate(decode_reqs):
+        if polls[i] != int(KVPoll.Success):
+            continue
+        req = decode_req.req
+        req.dspark_tail, problem = _taken(decode_req)
+        if problem is not None:
+            polls[i] = int(KVPoll.Failed)
+            message = f"Draft context cannot be used: {problem}"
+            decode_req.kv_receiver.kv_mgr.record_failure(req.bootstrap_room, message)
 
 
-def _taken(slot: int, decode_req: DecodeRequest) -> tuple[Tail | None, str | None]:
+def hold_tail(decode_req: DecodeRequest) -> None:
+    """Keep the slot of a committed request's tail until the tail is injected."""
+    tail = getattr(decode_req.req, "dspark_tail", None)
+    if tail is not None and tail.slot is not None:
+        current().slots.hold(tail.slot, decode_req.req)
+
+
+def _taken(decode_req: DecodeRequest) -> tuple[Tail | None, str | None]:
     """The tail that a request brought (None for draft KV), and why it cannot be used."""
-    req, tail = decode_req.req, current().tail
+    req, slot, tail = decode_req.req, decode_req.metadata_buffer_index, current().tail
     header = tail.header(slot) if tail is not None else None
     if header is None:
         if _brought_draft_kv(decode_req):
@@ -152,23 +161,6 @@ def _taken(slot: int, decode_req: DecodeRequest) -> tuple[Tail | None, str | Non
         return NO_TAIL, _shared_slots_problem()
     hidden_states = tail.hidden_states[slot, : header.count]
     return Tail(header.start, header.prompt_tokens, hidden_states, slot), None
-
-
-def _agreed(problem: str | None, group: torch.distributed.ProcessGroup) -> str | None:
-    """The problem of any rank of this engine, so that all ranks abort together.
-
-    Ranks that run different batches hang at the next collective. All of them commit the
-    same requests in the same order. They may differ in what they know of a prefill at
-    that moment, so each asks for every request.
-    """
-    from sglang.srt.disaggregation.utils import all_reduce_flags
-
-    worst = all_reduce_flags(
-        [int(problem is not None)], group, torch.distributed.ReduceOp.MAX
-    )
-    if problem is None and any(worst):
-        return "another rank of this engine could not use its part of the tail; see its log."
-    return problem
 
 
 def _brought_draft_kv(decode_req: DecodeRequest) -> bool:

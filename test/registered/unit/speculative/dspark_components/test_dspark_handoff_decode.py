@@ -15,7 +15,11 @@ import torch
 
 from sglang.srt.disaggregation import decode as decode_module
 from sglang.srt.disaggregation.agreement.decode_side import PrefillPeer
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    poll_and_all_reduce,
+)
 from sglang.srt.mem_cache import common as mem_cache_common
 from sglang.srt.speculative.dspark_components import dspark_handoff_decode as decode
 from sglang.srt.speculative.dspark_components import dspark_handoff_tail as tails
@@ -87,15 +91,21 @@ def make_req(room=ROOM, row=1, rid="d"):
     )  # fmt: skip
 
 
-def received(req, mode=None, address="h:1"):
+def received(req, mode=None, address="h:1", slot=0):
     """A request as the transfer queue holds it; ``mode`` is what its prefill says."""
     peer = PrefillPeer(description={"mode": mode} if mode else None)
-    manager = SimpleNamespace(prefill_peers={address: peer})
-    receiver = SimpleNamespace(
-        kv_mgr=manager, bootstrap_addr=address, clear=lambda: None
+    reasons = {}
+    manager = SimpleNamespace(
+        prefill_peers={address: peer},
+        failure_records=reasons,
+        record_failure=reasons.__setitem__,
     )
+    receiver = SimpleNamespace(
+        kv_mgr=manager, bootstrap_addr=address, clear=lambda: None,
+        poll=lambda: KVPoll.Success,
+    )  # fmt: skip
     return SimpleNamespace(
-        req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False
+        req=req, kv_receiver=receiver, metadata_buffer_index=slot, is_rebootstrap=False
     )
 
 
@@ -172,30 +182,71 @@ def make_batch(*pairs):
 
 
 class DraftCase(CustomTestCase):
-    """One rank, unless a test says otherwise."""
-
     def setUp(self):
         self.addCleanup(deactivate)
-        one_rank = mock.patch("torch.distributed.get_world_size", lambda _: 1)
-        one_rank.start()
-        self.addCleanup(one_rank.stop)
         adopt(Pool(), 4)
 
-    def commit(self, req, slot=0, mode=None, group=None, address="h:1"):
-        queue = SimpleNamespace(gloo_group=group)
-        decode.commit_tail(queue, slot, received(req, mode, address))
-        return req
+    def commit(self, req, slot=0, mode=None, address="h:1"):
+        """What upstream does with a completed transfer; returns the reason if it fails."""
+        decode_req, polls = received(req, mode, address, slot), [int(KVPoll.Success)]
+        decode.check_tails(polls, [decode_req])
+        reason = decode_req.kv_receiver.kv_mgr.failure_records.get(req.bootstrap_room)
+        self.assertEqual(polls[0] == int(KVPoll.Failed), reason is not None)
+        if reason is None:
+            decode.hold_tail(decode_req)
+        return reason
+
+    def taken(self, req, **kwargs):
+        self.assertIsNone(self.commit(req, **kwargs))
+        return req.dspark_tail
+
+
+def upstreams_poll(decode_req, group):
+    """Upstream's own poll of one request of decode's transfer queue."""
+    metadata = SimpleNamespace(bootstrap_room=torch.full((SLOTS, 8), ROOM))
+    return poll_and_all_reduce([decode_req.kv_receiver], group, [decode_req], metadata)
+
+
+class TestCheck(DraftCase):
+    def test_upstreams_poll_takes_the_tail(self):
+        fill(make_room(), 9)
+        req = make_req()
+        with mock.patch("torch.distributed.get_world_size", lambda _: 1):
+            polls = upstreams_poll(received(req), None)
+        self.assertEqual(polls, [int(KVPoll.Success)])
+        self.assertEqual(req.dspark_tail[:2], (5, 9))
+
+    def test_two_ranks_fail_together(self):
+        """One of them lost its rows: it alone sees that, and upstream's poll fails on both.
+
+        Real gloo ranks; without the check before their reduction, the one that goes on
+        would hang at the next collective.
+        """
+        port = get_free_port()
+        with torch.multiprocessing.get_context("fork").Pool(2) as pool:
+            ranks = pool.starmap_async(poll_as_rank, [(0, port), (1, port)])
+            (here, ours), (there, theirs) = ranks.get(timeout=60)
+        self.assertEqual([here, there], [[int(KVPoll.Failed)]] * 2)
+        self.assertEqual(ours, {})
+        self.assertIn("room 78", theirs[ROOM])
+
+    def test_only_a_completed_transfer_is_read(self):
+        fill(make_room(), 9)
+        for poll in (KVPoll.Transferring, KVPoll.Failed, KVPoll.WaitingForInput):
+            req, polls = make_req(), [int(poll)]
+            decode.check_tails(polls, [received(req)])
+            self.assertFalse(hasattr(req, "dspark_tail"))
+            self.assertEqual(polls, [int(poll)])
 
 
 class TestCommit(DraftCase):
-    def test_commit_takes_the_tail(self):
-        """The queue's own commit holds the slot; freeing it right after does nothing."""
+    def test_commit_holds_the_slot(self):
+        """The queue's own commit does; freeing the slot right after does nothing."""
         expected = fill(make_room(), 9)
         queue = object.__new__(decode_module.DecodeTransferQueue)
         queue.scheduler = mock.MagicMock()
         queue.metadata_buffers = SimpleNamespace(get_buf=lambda _: committed_fields())
         queue.scheduler.kv_checksum_computer = None
-        queue.gloo_group = None
         queue.spec_algorithm = SimpleNamespace(is_none=lambda: True)
         queue._commit_hicache_local_restore_to_req = lambda _: None
         req = make_req()
@@ -203,7 +254,9 @@ class TestCommit(DraftCase):
         req.time_stats = mock.Mock()
         slots = current().slots
         self.assertEqual(slots.alloc(), 0)
-        queue._commit_transfer_to_req(received(req))
+        decode_req = received(req)
+        decode.check_tails([int(KVPoll.Success)], [decode_req])
+        queue._commit_transfer_to_req(decode_req)
         slots.free(0)
         torch.testing.assert_close(req.dspark_tail.hidden_states, expected)
         self.assertEqual(req.dspark_tail[:2], (5, 9))
@@ -211,7 +264,7 @@ class TestCommit(DraftCase):
 
     def test_short_prompt(self):
         expected = fill(make_room(), 2)
-        taken = self.commit(make_req()).dspark_tail
+        taken = self.taken(make_req())
         self.assertEqual(taken[:2], (0, 2))
         torch.testing.assert_close(taken.hidden_states, expected)
 
@@ -227,10 +280,8 @@ class TestCommit(DraftCase):
                 (None, True),
             ):
                 with self.subTest(mode=mode, has_room=has_room):
-                    req = self.commit(make_req(), mode=mode)
                     expected = None if kept else decode.NO_TAIL
-                    self.assertEqual(req.dspark_tail, expected)
-                    self.assertIsNone(req.finished_reason)
+                    self.assertEqual(self.taken(make_req(), mode=mode), expected)
 
     def test_undescribed_prefill_is_named_once(self):
         with self.assertLogs(decode.logger, "WARNING") as logs:
@@ -239,34 +290,21 @@ class TestCommit(DraftCase):
         self.assertEqual(len(logs.output), 1)
         self.assertIn("named-once:1", logs.output[0])
 
-    def test_two_ranks_abort_together(self):
-        """One of them lost its rows: it alone sees that, and both abort.
-
-        Real gloo ranks; without the agreement the one that goes on would hang at the
-        next collective.
-        """
-        port = get_free_port()
-        with torch.multiprocessing.get_context("fork").Pool(2) as pool:
-            ranks = pool.starmap_async(commit_as_rank, [(0, port), (1, port)])
-            messages = ranks.get(timeout=60)
-        self.assertIn("another rank", messages[0])
-        self.assertIn("room 78", messages[1])
-
     def test_warm_up_brings_nothing(self):
         make_room()
         req = make_req()
         req.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        self.commit(req, mode="native")
-        self.assertEqual(req.dspark_tail, decode.NO_TAIL)
+        self.assertEqual(self.taken(req, mode="native"), decode.NO_TAIL)
 
     def test_draft_kv_is_left_alone_where_no_tail_can_be_taken(self):
         """Under --dcp-size and the like slots would name entries of other requests."""
         adopt(Pool(), 4, no_tail="decode has --dcp-size 2")
-        self.assertIsNone(self.commit(make_req(), mode="none").dspark_tail)
+        self.assertIsNone(self.taken(make_req(), mode="none"))
 
     def test_engine_without_draft(self):
         deactivate()
-        req = self.commit(make_req())
+        req = make_req()
+        self.assertIsNone(self.commit(req))
         self.assertFalse(hasattr(req, "dspark_tail"))
 
     def test_a_request_without_a_tail_is_refused_where_slots_are_shared(self):
@@ -274,22 +312,20 @@ class TestCommit(DraftCase):
         adopt(Pool(), 4, shares_slots=True)
         tail = make_room()
         fill(tail, 9)
-        self.assertIsNone(self.commit(make_req()).finished_reason)
+        self.assertIsNone(self.commit(make_req()))
         tail.headers[0, 2:4] = torch.tensor([9, 0])
         self.refused("enable-radix-cache")
         tail.clear(0)
         self.refused("enable-radix-cache")
         warm_up = make_req()
         warm_up.bootstrap_host = FAKE_BOOTSTRAP_HOST
-        self.assertIsNone(self.commit(warm_up, mode="tail").finished_reason)
+        self.assertIsNone(self.commit(warm_up, mode="tail"))
         adopt(MaskedPool(), 4, shares_slots=True)
-        self.assertIsNone(self.commit(make_req(), mode="tail").finished_reason)
+        self.assertIsNone(self.commit(make_req(), mode="tail"))
 
     def refused(self, pattern, room=ROOM):
-        req = make_req(room=room)
-        with self.assertLogs(decode.logger, "ERROR"):
-            self.commit(req, mode="tail")
-        self.assertRegex(req.finished_reason.message, pattern)
+        reason = self.commit(make_req(room=room), mode="tail")
+        self.assertRegex(reason, f"Draft context cannot be used: .*{pattern}")
 
     def test_hidden_states_of_other_layers_are_refused_with_both_values(self):
         for other in (make_spec(layer_ids=(0, 1, 3)), make_spec(layer_ids=(0, 1, 4))):
@@ -317,8 +353,8 @@ class TestCommit(DraftCase):
         self.assertEqual(current().slots._holders, {})
 
 
-def commit_as_rank(rank, port):
-    """One of two ranks that commit the same request; rank 1 got another's rows."""
+def poll_as_rank(rank, port):
+    """One of two ranks that poll the same request; rank 1 got another's rows."""
     import torch.distributed as dist
 
     mock.patch.stopall()
@@ -327,11 +363,10 @@ def commit_as_rank(rank, port):
     )
     adopt(Pool(), 4)
     fill(make_room(), 9, room=ROOM + rank)
-    req = make_req()
-    queue = SimpleNamespace(gloo_group=dist.group.WORLD)
-    decode.commit_tail(queue, 0, received(req))
+    decode_req = received(make_req())
+    polls = upstreams_poll(decode_req, dist.group.WORLD)
     dist.destroy_process_group()
-    return req.finished_reason and req.finished_reason.message
+    return polls, decode_req.kv_receiver.kv_mgr.failure_records
 
 
 def committed_fields():
@@ -448,7 +483,8 @@ class TestInject(DraftCase):
 
     def test_native_draft_kv_is_left_alone(self):
         pool = self.worker.draft_model_runner.token_to_kv_pool
-        req = self.commit(make_req(), mode="native")
+        req = make_req()
+        self.commit(req, mode="native")
         self.assertEqual(self.inject((req, 9)), [])
         self.assertTrue(all((buf == 9).all() for buf in pool.k_buffer + pool.v_buffer))
 
@@ -524,7 +560,8 @@ class TestInject(DraftCase):
         fake = make_req(row=3)
         fake.bootstrap_host = FAKE_BOOTSTRAP_HOST
         self.commit(fake, 1)
-        cold = self.commit(make_req(row=1), 1, mode="none")
+        cold = make_req(row=1)
+        self.commit(cold, 1, mode="none")
         pool.swa_valid_from[:] = 1
         self.inject((req, 9), (fake, 7), (cold, 8))
         self.assertEqual(pool.swa_valid_from.tolist(), [1, 8, 5, 7])
@@ -548,7 +585,8 @@ class TestInject(DraftCase):
         self.scheduler = SimpleNamespace(draft_worker=self.worker)
         with self.assertLogs(decode.logger, "WARNING") as logs:
             for _ in range(2):
-                cold = self.commit(make_req(), mode="none")
+                cold = make_req()
+                self.commit(cold, mode="none")
                 self.inject((cold, 9))
         self.assertEqual(len(logs.output), 1)
         self.assertIn("VectorizedPool", logs.output[0])
