@@ -117,9 +117,9 @@ class Draft:
 def check_tails(polls: list[int], decode_reqs: list[DecodeRequest]) -> None:
     """Take the tails of completed transfers; a poll whose tail is unusable fails.
 
-    ``polls`` are this rank's, before upstream reduces them over the ranks to the lowest:
-    one rank that cannot use its part of a tail fails the request on all of them, and no
-    reduction is needed for it. A request is seen again until every rank has all of it.
+    ``polls`` are this rank's, before they are reduced over the ranks to the lowest: one
+    rank that cannot use its part of a tail fails the request on all of them, without a
+    reduction of its own. A request is seen again until every rank has all of it.
 
     A row without a header has no tail: where prefill has a draft, the draft KV that
     arrived stays; elsewhere, draft KV that was never written is cleared.

@@ -187,7 +187,7 @@ class DraftCase(CustomTestCase):
         adopt(Pool(), 4)
 
     def commit(self, req, slot=0, mode=None, address="h:1"):
-        """What upstream does with a completed transfer; returns the reason if it fails."""
+        """What the queue does with a completed transfer; the reason if it fails."""
         decode_req, polls = received(req, mode, address, slot), [int(KVPoll.Success)]
         decode.check_tails(polls, [decode_req])
         reason = decode_req.kv_receiver.kv_mgr.failure_records.get(req.bootstrap_room)
@@ -201,23 +201,23 @@ class DraftCase(CustomTestCase):
         return req.dspark_tail
 
 
-def upstreams_poll(decode_req, group):
-    """Upstream's own poll of one request of decode's transfer queue."""
+def poll_once(decode_req, group):
+    """The poll that the transfer queue makes, of one request."""
     metadata = SimpleNamespace(bootstrap_room=torch.full((SLOTS, 8), ROOM))
     return poll_and_all_reduce([decode_req.kv_receiver], group, [decode_req], metadata)
 
 
 class TestCheck(DraftCase):
-    def test_upstreams_poll_takes_the_tail(self):
+    def test_the_poll_takes_the_tail(self):
         fill(make_room(), 9)
         req = make_req()
         with mock.patch("torch.distributed.get_world_size", lambda _: 1):
-            polls = upstreams_poll(received(req), None)
+            polls = poll_once(received(req), None)
         self.assertEqual(polls, [int(KVPoll.Success)])
         self.assertEqual(req.dspark_tail[:2], (5, 9))
 
     def test_two_ranks_fail_together(self):
-        """One of them lost its rows: it alone sees that, and upstream's poll fails on both.
+        """One of them lost its rows: it alone sees that, and the poll fails on both.
 
         Real gloo ranks; without the check before their reduction, the one that goes on
         would hang at the next collective.
@@ -364,7 +364,7 @@ def poll_as_rank(rank, port):
     adopt(Pool(), 4)
     fill(make_room(), 9, room=ROOM + rank)
     decode_req = received(make_req())
-    polls = upstreams_poll(decode_req, dist.group.WORLD)
+    polls = poll_once(decode_req, dist.group.WORLD)
     dist.destroy_process_group()
     return polls, decode_req.kv_receiver.kv_mgr.failure_records
 
