@@ -176,7 +176,7 @@ def test_counters_are_summed_over_ranks(tmp_path: Path) -> None:
     assert counters.bytes_posted(tmp_path) == 0
     for rank, count in enumerate((5, 7)):
         counter = json.dumps({"bytes_posted": count})
-        (tmp_path / f"nixl-{rank}.json").write_text(counter)
+        (tmp_path / f"transfers-{rank}.json").write_text(counter)
     assert counters.bytes_posted(tmp_path) == 12
 
 

@@ -257,6 +257,28 @@ TABLE: tuple[Adaptation, ...] = (
         )
         for build in NIXL_BUILDS
     ),
+    Adaptation(
+        module="sglang.srt.disaggregation.mooncake.conn",
+        name="MooncakeKVSender.supports_host_tensor_indices",
+        kind="constant",
+        hook=f"{_PACKAGE}.streams:INDICES_ARE_COPIED_ASIDE",
+        params=None,
+        why="prefill pins memory and records a CUDA event for each chunk it sends",
+        seam="the copy should follow is_pin_memory_available",
+        since=(
+            "sglang.srt.disaggregation.mooncake.conn:"
+            "MooncakeKVSender.supports_host_tensor_indices"
+        ),
+    ),
+    Adaptation(
+        module="mooncake.engine",
+        name="TransferEngine",
+        kind="replace",
+        hook=f"{_PACKAGE}.mooncake_bytes:CountingEngine",
+        params=None,
+        why="no test could tell whether KV moved, and how much",
+        seam="a count of moved bytes that Mooncake gives its caller",
+    ),
 )
 
 

@@ -26,13 +26,15 @@ class Adaptation:
         module: module that defines the target.
         name: dotted name of the target inside the module.
         kind: ``replace``, ``around``, ``before`` or ``after`` (HookRegistry), or
-            ``constant``: a module constant takes the hook's value.
+            ``constant``: a constant of a module or class takes the hook's value.
         hook: ``package.module:name`` of this package.
         params: the target's parameter names; None for a class or a builtin.
         optional: those of them that some releases lack.
         why: what goes wrong on a CPU without it.
         seam: the upstream extension point that would make it unnecessary.
         unless: ``module:name`` of that extension point; where it exists, the
+            adaptation is not installed.
+        since: ``module:name`` that came with the need; where it is missing, the
             adaptation is not installed.
     """
 
@@ -45,6 +47,7 @@ class Adaptation:
     seam: str
     optional: tuple[str, ...] = ()
     unless: str = ""
+    since: str = ""
 
     @property
     def target(self) -> str:
@@ -62,7 +65,7 @@ def install(adaptation: Adaptation) -> None:
         AdaptationError: the target is missing, has other parameters, or the
             hook registry did not take the hook.
     """
-    if has_seam(adaptation):
+    if is_needless(adaptation):
         return
     original = resolve_target(adaptation)
     verify_parameters(adaptation, original)
@@ -93,15 +96,23 @@ def _set_constant(adaptation: Adaptation, original: Any, value: Any) -> None:
     if type(original) is not type(value):
         expected = f"a constant of type {type(value).__name__}"
         raise AdaptationError(_message(adaptation, expected, repr(original)))
-    setattr(sys.modules[adaptation.module], adaptation.name, value)
+    owner: Any = sys.modules[adaptation.module]
+    *path, name = adaptation.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, name, value)
 
 
-def has_seam(adaptation: Adaptation) -> bool:
-    """Whether this release has the extension point that makes it unnecessary."""
-    if not adaptation.unless:
-        return False
+def is_needless(adaptation: Adaptation) -> bool:
+    """Whether this release has the extension point, or not yet the need."""
+    if adaptation.since and not _exists(adaptation.since):
+        return True
+    return bool(adaptation.unless) and _exists(adaptation.unless)
+
+
+def _exists(name: str) -> bool:
     try:
-        pkgutil.resolve_name(adaptation.unless)
+        pkgutil.resolve_name(name)
     except (AttributeError, ImportError):
         return False
     return True
