@@ -187,5 +187,7 @@ def base_environment() -> dict[str, str]:
     )
     if folders := library_folders(interpreter()):
         known = env.get("LD_LIBRARY_PATH")
-        env["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *([known] if known else [])])
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(
+            [*folders, *([known] if known else [])]
+        )
     return env
