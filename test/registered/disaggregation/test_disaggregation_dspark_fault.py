@@ -46,8 +46,11 @@ FLAT_MIB = 32
 OBSERVED: dict[str, tuple[float, str]] = {}
 
 
-# Per role: the function its control thread runs.
-CONTROL_THREADS = {"prefill": "bootstrap_thread", "decode": "decode_listener_thread"}
+# Per role and backend: the function its control thread runs.
+CONTROL_THREADS = {
+    "prefill": {"nixl": "bootstrap_thread", "mooncake": "bootstrap_thread"},
+    "decode": {"nixl": "decode_listener_thread", "mooncake": "decode_thread"},
+}
 
 
 def fault_spec(role: str, env: dict[str, str], **options):
@@ -111,7 +114,8 @@ def check_recovered(running: Running) -> None:
 @pytest.mark.parametrize("which", CONTROL_THREADS)
 def test_fault_control_thread_killed(running: Running, which: str) -> None:
     """Its engine is gone within seconds; requests end; a restart cures it."""
-    engine, function = getattr(running, which), CONTROL_THREADS[which]
+    engine = getattr(running, which)
+    function = CONTROL_THREADS[which][engine.spec.transfer_backend]
     peer = running.decode if which == "prefill" else running.prefill
     kill_thread(running.orders, function)
     with ThreadPoolExecutor(1) as pool:

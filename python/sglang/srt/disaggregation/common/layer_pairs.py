@@ -94,12 +94,18 @@ def pair_by_layer(
     return [sources[i] for i, _ in pairs], [targets[j] for _, j in pairs]
 
 
-def check_slices(manager: MooncakeKVManager, peer: MooncakePeer) -> None:
-    """Raise for a registering decode whose buffers Mooncake could not slice.
+def check_buffers(manager: MooncakeKVManager, peer: MooncakePeer) -> None:
+    """Raise for a registering decode to whose buffers Mooncake could not send.
 
     It slices where the tensor parallel sizes differ, by one pair of lengths for all
     buffers. Staged transfers and those between context parallel sizes do not.
     """
+    mine, theirs = len(manager.kv_args.kv_data_ptrs), len(peer.dst_kv_ptrs)
+    if theirs < mine:
+        raise ValueError(
+            f"decode registers fewer KV regions ({theirs}) than prefill ({mine}); "
+            "prefill has a draft or layers that decode has not"
+        )
     is_mla = manager.is_mla_backend or manager.is_hybrid_mla_backend
     if is_mla or manager.enable_staging or peer.requires_dcp_relayout:
         return

@@ -167,7 +167,7 @@ class TestPairing(CustomTestCase):
         expected = [24 + i for i in range(8)] + [32 + 24 + i for i in range(8)]
         self.assertEqual([dst // 1_000_000 - 1 for _, dst, _ in moved], expected)
 
-    def test_mooncake_refuses_slices_of_unlike_buffers(self):
+    def test_mooncake_refuses_buffers_that_do_not_fit(self):
         """Its worker would fail every request, and take a living decode for dead."""
 
         def answer_to(ranks, lengths):
@@ -185,11 +185,11 @@ class TestPairing(CustomTestCase):
             manager.start_prefill_thread()
             wire = Wire(manager)
             self.addCleanup(wire.close)
-            frames = mooncake_registration(wire.port, pointers=6)
+            frames = mooncake_registration(wire.port, pointers=len(lengths))
             frames[8] = str(ranks).encode()
             ids = manager.kv_args.kv_layer_ids
-            frames[12] = struct.pack("6I", *ids)
-            frames[19] = struct.pack("6Q", *lengths)
+            frames[12] = struct.pack(f"{len(lengths)}I", *ids[: len(lengths)])
+            frames[19] = struct.pack(f"{len(lengths)}Q", *lengths)
             wire.send(*frames)
             wire.send(*mooncake_metadata(7, wire.port))
             wait_for(lambda: 7 in manager.transfer_infos or manager.admission.verdicts)
@@ -198,6 +198,8 @@ class TestPairing(CustomTestCase):
         halves = [32] * 4 + [16] * 2
         for text in ("[PD-REGISTRATION]", "need one KV shape for target and draft"):
             self.assertIn(text, answer_to(2, halves))
+        fewer = answer_to(1, [64] * 4)
+        self.assertIn("fewer KV regions (4) than prefill (6)", fewer)
         self.assertEqual(answer_to(1, [64] * 4 + [32] * 2), "admitted")
 
     def test_nixl_stage_pairs_with_whole_decode(self):
