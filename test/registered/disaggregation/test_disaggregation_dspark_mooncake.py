@@ -1,7 +1,7 @@
 """Mooncake in place of NIXL: what other modules claim, on as few engines as will do.
 
-KV of target and draft, and hidden states, cross over Mooncake's TCP transport. Two
-prefills and two decodes make four pairs, whose tensor and pipeline sizes are equal or
+KV of target and draft, and hidden states, cross over Mooncake's TCP transport. Three
+prefills and two decodes make five pairs, whose tensor and pipeline sizes are equal or
 not; then a tail. Mooncake, told no layer ids, would guess where V begins from whether
 one count of layers divides the other; for both stages here that guess is wrong, and the
 draft's context would show it. `--transfer-backend mooncake` runs the other modules over
@@ -52,7 +52,13 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 FRAMES = 3000
 # Ranks that are not equal move KV token by token, a head of each at a time.
 ALL, FEW = ("short", "mixed", "chunked", "beyond"), ("short", "chunked")
-PAIRS = {"p-to-d": ALL, "p2x2-to-d2": ALL, "p-to-d2": FEW, "p2x2-to-d": FEW}
+PAIRS = {
+    "p-to-d": ALL,
+    "pp2-to-d": ALL,
+    "tp2-to-d2": ALL,
+    "p-to-d2": FEW,
+    "tp2-to-d": FEW,
+}
 
 
 def retracted(decode: Engine) -> int:
@@ -74,20 +80,34 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(bed: Bed, references: References, mooncake: None) -> Iterator[Fleet]:
+    """One prefill and one decode for the whole module; classes add others."""
     references.get(SETS[0], MODELS.draft_swa)
     prefill, decode = native_specs("mc", **OVER)
     specs = {
         "p": replace(prefill, env=TIMEOUTS),
-        "p2x2": replace(prefill, name="mc-p2x2", pp=2, tp=2),
         # One test reads batch sizes from the log.
         "d": replace(decode, args={"decode-log-interval": 1}),
-        "d2": replace(decode, name="mc-d2", tp=2, overlap=False, env=RETRACT),
     }
-    engines = dict(zip(specs, bed.start(list(specs.values())), strict=True))
-    yield Fleet(engines)
-    bed.stop(*engines.values())
+    fleet = Fleet(dict(zip(specs, bed.start(list(specs.values())), strict=True)))
+    yield fleet
+    bed.stop(*fleet.engines.values())
 
 
+@pytest.fixture(scope="class")
+def wide(bed: Bed, fleet: Fleet) -> Iterator[None]:
+    """Ranks poll while they wait, so these do not outlive their class."""
+    prefill, decode = native_specs("mc-tp2", tp=2, **OVER)
+    specs = {
+        "pp2": replace(prefill, name="mc-pp2", tp=1, pp=2),
+        "tp2": prefill,
+        "d2": replace(decode, overlap=False, env=RETRACT),
+    }
+    fleet.engines.update(zip(specs, bed.start(list(specs.values())), strict=True))
+    yield
+    bed.stop(*(fleet.engines.pop(name) for name in specs))
+
+
+@pytest.mark.usefixtures("wide")
 class TestNative:
     """Equal and unequal ranks, one stage and two, with and without overlap on decode."""
 
@@ -110,8 +130,8 @@ class TestNative:
         assert retracted(fleet.engines["d2"]) > 0
 
     def test_mooncake_radix_hit(self, fleet: Fleet, references: References) -> None:
-        fleet.engines["p2x2"].flush_cache()
-        cold, warm = (send(fleet.client("p2x2-to-d"), "radix") for _ in range(2))
+        fleet.engines["pp2"].flush_cache()
+        cold, warm = (send(fleet.client("pp2-to-d"), "radix") for _ in range(2))
         assert [reply.cached_tokens for reply in cold] == [0, 0, 0]
         for reply in warm:
             assert reply.cached_tokens >= reply.prompt_tokens - 1
@@ -119,9 +139,9 @@ class TestNative:
         assert_parity(warm, "radix", references)
 
     def test_mooncake_aborts(self, fleet: Fleet, references: References) -> None:
-        engines = fleet.engines["p2x2"], fleet.engines["d"]
+        engines = fleet.engines["pp2"], fleet.engines["d"]
         abort_at_random(*engines, PROMPT_SETS["chunked"])
-        assert_parity(send(fleet.client("p2x2-to-d"), "short"), "short", references)
+        assert_parity(send(fleet.client("pp2-to-d"), "short"), "short", references)
         assert [empty_within(engine) for engine in engines] == [{}, {}]
 
 
