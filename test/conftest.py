@@ -18,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # Here and not beside test_releases.py: only this file is read before options are.
     text = "write the golden files of test_releases.py anew"
     parser.addoption("--update-goldens", action="store_true", help=text)
+    text = "what the engines of the end-to-end tests move KV with"
+    parser.addoption(
+        "--transfer-backend", choices=("nixl", "mooncake"), default="nixl", help=text
+    )
 
 
 def pytest_collection_modifyitems(

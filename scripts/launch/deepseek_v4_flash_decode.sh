@@ -6,9 +6,10 @@
 #   scripts/launch/deepseek_v4_flash_decode.sh [flags of sglang serve]
 #   ... --base-gpu-id 0      on a host where decode has GPUs 0 to 3
 #
-# MODEL   checkpoint (default: deepseek-ai/DeepSeek-V4-Flash-0731)
-# HOST    address to listen on, one that prefill and router can reach (127.0.0.1)
-# PORT    its HTTP port (30001)
+# MODEL     checkpoint (default: deepseek-ai/DeepSeek-V4-Flash-0731)
+# HOST      address to listen on, one that prefill and router can reach (127.0.0.1)
+# PORT      its HTTP port (30001)
+# TRANSFER  transfer backend, the same on prefill: nixl or mooncake (nixl)
 set -euo pipefail
 
 case " $* " in
@@ -33,5 +34,5 @@ exec sglang serve \
   --speculative-algorithm DSPARK \
   --chunked-prefill-size 4096 --mem-fraction-static 0.87 \
   --cuda-graph-max-bs-decode 64 \
-  --disaggregation-mode decode --disaggregation-transfer-backend nixl \
+  --disaggregation-mode decode --disaggregation-transfer-backend "${TRANSFER:-nixl}" \
   "$@"

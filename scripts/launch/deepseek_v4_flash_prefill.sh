@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Prefill engine on GPUs 0 to 3: DeepSeek-V4-Flash with its bundled DSpark draft, NIXL,
-# HiCache with file storage. Not run in this repository's tests, which have no GPU;
-# they parse its flags. cpu_twin.sh runs the same topology with the flags that have a
-# meaning on a CPU.
+# Prefill engine on GPUs 0 to 3: DeepSeek-V4-Flash with its bundled DSpark draft, NIXL
+# or Mooncake, HiCache with file storage. Not run in this repository's tests, which have
+# no GPU; they parse its flags. cpu_twin.sh runs the same topology with the flags that
+# have a meaning on a CPU.
 #
 #   HICACHE_DIR=/fast/disk/hicache scripts/launch/deepseek_v4_flash_prefill.sh \
 #     [flags of sglang serve]
@@ -12,6 +12,7 @@
 # HOST             address to listen on, one that decode and router can reach (127.0.0.1)
 # PORT             its HTTP port (30000)
 # BOOTSTRAP_PORT   its bootstrap port (8998); router.sh needs the same value
+# TRANSFER         transfer backend, the same on decode: nixl or mooncake (nixl)
 set -euo pipefail
 
 case " $* " in
@@ -40,6 +41,6 @@ exec sglang serve \
   --hicache-mem-layout page_first_direct --hicache-io-backend direct \
   --hicache-write-policy write_through --hicache-storage-backend file \
   --hicache-storage-prefetch-policy wait_complete \
-  --disaggregation-mode prefill --disaggregation-transfer-backend nixl \
+  --disaggregation-mode prefill --disaggregation-transfer-backend "${TRANSFER:-nixl}" \
   --disaggregation-bootstrap-port "${BOOTSTRAP_PORT:-8998}" \
   "$@"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark_pd.bed import specs
+
 FAKES = Path(__file__).parent / "fakes"
 
 
@@ -16,3 +18,5 @@ def use_fake_servers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKES}/fake_server.py "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("DSPARK_PD_PYTHON", str(script))
+    # It would be asked for its libraries, and starts a server instead.
+    monkeypatch.setattr(specs, "library_folders", lambda python: ())

@@ -13,6 +13,7 @@ import pytest
 from dspark_pd.bed import BedError, EngineSpec, RouterSpec, checks, counters, diagnosis
 from dspark_pd.bed.demo import main
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
+from dspark_pd.bed.specs import base_environment
 
 pytestmark = pytest.mark.unit
 
@@ -138,6 +139,85 @@ def test_a_set_that_is_not_applied_is_refused(
     assert caught.value.next_step == "dspark-pd apply --component all"
 
 
+@pytest.mark.parametrize(
+    ("said", "cause", "next_step"),
+    [
+        (
+            "ModuleNotFoundError: No module named 'mooncake'",
+            "the wheel is missing",
+            "pip install",
+        ),
+        (
+            "ImportError: libnuma.so.1: cannot open shared object file",
+            "a library of the system is missing",
+            "install that library",
+        ),
+    ],
+)
+def test_a_mooncake_that_does_not_load_is_refused(
+    said: str, cause: str, next_step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "base_environment", dict)
+    answer = subprocess.CompletedProcess([], 1, "", f"Traceback\n{said}\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    checks.check_backend("nixl")
+    with pytest.raises(BedError, match="Mooncake's transfer engine does") as caught:
+        checks.check_backend("mooncake")
+    assert caught.value.usage
+    assert caught.value.found == said
+    assert caught.value.cause == cause
+    assert next_step in caught.value.next_step
+
+
+@pytest.fixture
+def nixl_wheel(tmp_path: Path) -> Path:
+    """An environment with what the NIXL wheel brings, and an interpreter in it."""
+    libraries = tmp_path / "nixl_cu13.libs"
+    libraries.mkdir()
+    (libraries / "libibverbs-1de.so.1.14").touch()
+    (tmp_path / "nixl_cu13").mkdir()
+    (tmp_path / "nixl_cu13/__init__.py").touch()
+    return tmp_path
+
+
+def interpreter_of(site: Path, has_library: bool) -> str:
+    """An interpreter whose loader finds the system's libibverbs, or does not."""
+    load = "" if has_library else "raise OSError"
+    (site / "ctypes.py").write_text(f"def CDLL(name):\n    {load or 'return name'}\n")
+    script = site / f"python-{has_library}"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_engines_get_the_library_of_the_nixl_wheel(
+    nixl_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPARK_PD_PYTHON", interpreter_of(nixl_wheel, False))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/users/own")
+    links, libraries, own = base_environment()["LD_LIBRARY_PATH"].split(":")
+    assert (libraries, own) == (str(nixl_wheel / "nixl_cu13.libs"), "/users/own")
+    link = Path(links) / "libibverbs.so.1"
+    assert link.resolve() == nixl_wheel / "nixl_cu13.libs/libibverbs-1de.so.1.14"
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_the_loader_path_is_left_alone_where_that_does_not_help(
+    has_library: bool,
+    nixl_wheel: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system has a library, or the NIXL wheel has none."""
+    if not has_library:
+        (nixl_wheel / "nixl_cu13.libs/libibverbs-1de.so.1.14").unlink()
+    monkeypatch.setenv("DSPARK_PD_PYTHON", interpreter_of(nixl_wheel, has_library))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "LD_LIBRARY_PATH" not in base_environment()
+    monkeypatch.setenv("DSPARK_PD_PYTHON", str(tmp_path / "no-python"))
+    assert "LD_LIBRARY_PATH" not in base_environment()
+
+
 def machine(root: Path, free_gib: int, limit: str | None = None) -> Path:
     (root / "proc").mkdir()
     (root / "proc/meminfo").write_text(f"MemAvailable: {free_gib * 2**20} kB\n")
@@ -176,7 +256,7 @@ def test_counters_are_summed_over_ranks(tmp_path: Path) -> None:
     assert counters.bytes_posted(tmp_path) == 0
     for rank, count in enumerate((5, 7)):
         counter = json.dumps({"bytes_posted": count})
-        (tmp_path / f"nixl-{rank}.json").write_text(counter)
+        (tmp_path / f"transfers-{rank}.json").write_text(counter)
     assert counters.bytes_posted(tmp_path) == 12
 
 
@@ -187,6 +267,11 @@ def test_counters_are_summed_over_ranks(tmp_path: Path) -> None:
         ("RuntimeError: Not enough memory. Please try", "too little memory"),
         ("ModuleNotFoundError: No module named 'gguf'", "package is missing: gguf"),
         ("ModuleNotFoundError: No module named 'nixl._api'", "the NIXL wheel"),
+        (
+            "ImportError: libibverbs.so.1: cannot open shared object file\n"
+            "ImportError: Please install mooncake by following the instructions",
+            "Mooncake's wheel is missing, or a library",
+        ),
         ("No module named sglang_router", "the router wheel"),
         ("DSpark speculative decoding only supports CUDA, NPU", "not applied"),
     ],

@@ -78,6 +78,25 @@ def test_every_mode_runs_and_nothing_stays(
     assert not (tmp_path / "logs").exists()
 
 
+def test_mooncake_in_place_of_nixl(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(checks, "check_backend", asked.append)
+    modes = ["--modes", "pd-native", "--keep-logs", "--transfer-backend", "mooncake"]
+    assert main([*arguments, *modes]) == 1
+    assert asked == ["mooncake"]
+    assert "FAIL pd-native: Mooncake moved 0 bytes" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["transfer_backend"] == "mooncake"
+    for role in ("prefill", "decode"):
+        log = (tmp_path / "logs" / f"{role}.log").read_text()
+        assert "--disaggregation-transfer-backend mooncake" in log
+
+
 def test_one_gpu_gets_the_same_table_but_for_bytes(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

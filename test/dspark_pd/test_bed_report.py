@@ -50,7 +50,8 @@ def failed(runs: dict[str, Run]) -> list[str]:
 
 def test_json_has_the_published_shape() -> None:
     found = report(good()).as_json()
-    assert set(found) == {"schema", "sglang", "device", "gamma", "runs", "parity"}
+    keys = {"schema", "sglang", "device", "transfer_backend", "gamma", "runs", "parity"}
+    assert set(found) == keys
     assert (found["schema"], found["gamma"]) == (1, 4)
     native = found["runs"][2]
     assert set(native) == {

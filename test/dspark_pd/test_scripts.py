@@ -80,7 +80,11 @@ def arguments_of(script: str, program: str, tmp_path: Path) -> list[str]:
     stub.chmod(0o755)
     done = subprocess.run(
         ["bash", str(LAUNCH / script), "--log-level", "error"],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HICACHE_DIR": "/tmp/hicache"},
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "HICACHE_DIR": "/tmp/hicache",
+            "TRANSFER": "mooncake",
+        },
         capture_output=True,
         text=True,
         check=True,
@@ -158,6 +162,7 @@ def test_sglang_takes_the_flags_of_the_launch_scripts_and_reads_them_as_we_do(
         assert found["args"]["disaggregation_mode"] == role
         assert found["args"]["speculative_algorithm"] == "DSPARK"
         assert (found["args"]["tp_size"], found["args"]["log_level"]) == (4, "error")
+        assert found["args"]["disaggregation_transfer_backend"] == "mooncake"
     assert accepted[1]["args"]["cuda_graph_max_bs_decode"] == 64
     assert [role for role, _ in twin] == [
         found["args"]["disaggregation_mode"] for found in accepted[2 : 2 + len(twin)]

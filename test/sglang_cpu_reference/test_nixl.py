@@ -45,7 +45,7 @@ def test_vram_descriptors_move_host_memory_and_bytes_are_counted(run_child, tmp_
         SGLANG_CPU_REFERENCE_STATS_DIR=str(tmp_path / "stats"),
     )
     assert child.returncode == 0, child.stderr[-2000:]
-    (file,) = (tmp_path / "stats").glob("nixl-*.json")
+    (file,) = (tmp_path / "stats").glob("transfers-*.json")
     assert json.loads(file.read_text()) == {"bytes_posted": 8192, "transfers": 1}
     # Two progress threads; unpaced, each would burn the whole second.
     assert float(child.stdout.split("busy")[1]) < 0.5
@@ -55,4 +55,4 @@ def test_without_a_stats_directory_nothing_is_written(run_child, tmp_path):
     source = f"import os; os.chdir({str(tmp_path)!r})\n" + MOVE
     child = run_child(source, SGLANG_PLATFORM="cpu_reference")
     assert child.returncode == 0, child.stderr[-2000:]
-    assert not list(tmp_path.rglob("nixl-*.json"))
+    assert not list(tmp_path.rglob("transfers-*.json"))

@@ -78,7 +78,7 @@ class Engine(Server):
         return Endpoint(self.url, self.bootstrap_port)
 
     def bytes_posted(self) -> int:
-        """Bytes its ranks have handed to NIXL since it started."""
+        """Bytes its ranks have moved to other engines since it started."""
         return bytes_posted(self.stats_dir)
 
     def info(self) -> dict[str, Any]:

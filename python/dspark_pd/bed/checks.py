@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_pd.bed.errors import BedError
-from dspark_pd.bed.specs import Device, EngineSpec, interpreter
+from dspark_pd.bed.specs import (
+    Backend,
+    Device,
+    EngineSpec,
+    base_environment,
+    interpreter,
+)
 from dspark_pd.messages import exit_codes
 
 # Proportional set size, measured: front end and detokenizer 1.4, each rank 0.8.
@@ -146,6 +152,39 @@ def _last_words(answer: subprocess.CompletedProcess[str], lines: int) -> str:
     """The summary that status ends with, or its error, on one line."""
     told = (answer.stdout + answer.stderr).splitlines()[-lines:]
     return "; ".join(line.strip() for line in told) or f"exit {answer.returncode}"
+
+
+def check_backend(backend: Backend) -> None:
+    """BedError when engines cannot load what moves their KV.
+
+    NIXL is among what `check_installed` looks for. Mooncake has wheels of several names,
+    and needs libraries of the system, so it is loaded as an engine would.
+    """
+    if backend != "mooncake":
+        return
+    answer = subprocess.run(
+        [interpreter(), "-c", "import mooncake.engine"],
+        env=base_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if answer.returncode == 0:
+        return
+    found = _last_words(answer, 1)
+    no_wheel = "No module named" in found
+    raise BedError(
+        "Mooncake's transfer engine does not load",
+        expected=f"import mooncake.engine to work in {interpreter()}",
+        found=found,
+        cause="the wheel is missing"
+        if no_wheel
+        else "a library of the system is missing",
+        next_step=_pip_install(_REQUIREMENTS)
+        if no_wheel
+        else "install that library, or choose --transfer-backend nixl",
+        usage=True,
+    )
 
 
 def needed_bytes(specs: Sequence[EngineSpec]) -> int:

@@ -24,7 +24,7 @@ from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
 from dspark_pd.bed.ports import claim_port
 from dspark_pd.bed.process import interrupt_on_signals
 from dspark_pd.bed.prompts import Prompt, make_prompts
-from dspark_pd.bed.report import Report, Run, write_report
+from dspark_pd.bed.report import TITLES, Report, Run, write_report
 from dspark_pd.bed.specs import RouterSpec
 from dspark_pd.messages.exit_codes import FILE_SYSTEM
 from dspark_pd.messages.output import Parser, a_new_file, a_path, write
@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_models(parser)
     text = "cuda: one GPU, with the SGLang of this environment (never run by us)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    text = "what moves KV between the engines of a pair (default: nixl)"
+    parser.add_argument(
+        "--transfer-backend", choices=tuple(TITLES), default="nixl", help=text
+    )
     parser.add_argument(
         "--port",
         metavar="N",
@@ -125,6 +129,7 @@ def _run(args: argparse.Namespace) -> Report:
         claim_port(args.port, "--port")
     installed = checks.check_installed(args.device)
     checks.check_applied(args.device)
+    checks.check_backend(args.transfer_backend)
     if args.device == "cuda":
         # What is forked has been imported for the CPU platform.
         os.environ["DSPARK_PD_ZYGOTE"] = "0"
@@ -140,7 +145,9 @@ def _run(args: argparse.Namespace) -> Report:
         for wave in waves:
             runs += _run_wave(bed, wave, pair, prompts, args)
     _say(f"all engines stopped after {time.monotonic() - began:.0f} s")
-    return Report(installed.sglang, gamma, tuple(runs), args.device)
+    return Report(
+        installed.sglang, gamma, tuple(runs), args.device, args.transfer_backend
+    )
 
 
 def _resolve_tails(waves: list[modes.Wave], draft: Path) -> list[modes.Wave]:
@@ -192,7 +199,7 @@ def _run_wave(
     engines = dict(
         zip(
             wave.engines,
-            bed.start(modes.specs(wave, pair, args.device)),
+            bed.start(modes.specs(wave, pair, args.device, args.transfer_backend)),
             strict=True,
         )
     )

@@ -48,6 +48,11 @@ _CAUSES = (
         "pip install --no-deps -r requirements/engine-0.5.23.txt",
     ),
     Cause(
+        r"Please install mooncake",
+        "Mooncake's wheel is missing, or a library of the system that it needs",
+        "pip install --no-deps -r requirements/engine-0.5.23.txt",
+    ),
+    Cause(
         r"No module named '?sglang_router",
         "the router wheel is missing",
         "pip install --no-deps -r requirements/engine-0.5.23.txt",

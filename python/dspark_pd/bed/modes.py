@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dspark_pd.bed.specs import Device, EngineSpec
+from dspark_pd.bed.specs import Backend, Device, EngineSpec
 
 UNIFIED, NO_SPEC = "unified", "no-spec"
 
@@ -176,9 +176,14 @@ WAVES: tuple[Wave, ...] = (
 )
 
 
-def specs(wave: Wave, pair: Pair, device: Device) -> list[EngineSpec]:
+def specs(
+    wave: Wave, pair: Pair, device: Device, backend: Backend = "nixl"
+) -> list[EngineSpec]:
     """The engines of a wave, in its order."""
-    return [replace(ENGINES[name](pair), device=device) for name in wave.engines]
+    return [
+        replace(ENGINES[name](pair), device=device, transfer_backend=backend)
+        for name in wave.engines
+    ]
 
 
 def on_device(waves: list[Wave], device: Device) -> list[Wave]:

@@ -15,9 +15,11 @@ from typing import Any
 from dspark_pd.bed.client import Reply
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.modes import NO_SPEC, Mode
+from dspark_pd.bed.specs import Backend
 from dspark_pd.measure.statistics import Figure, by_step
 
 SCHEMA = 1
+TITLES: dict[Backend, str] = {"nixl": "NIXL", "mooncake": "Mooncake"}
 MIN_ACCEPT_WITH_CONTEXT = 3.5
 MAX_ACCEPT_WITHOUT_CONTEXT = 1.6
 # Estimates: no GPU has run this.
@@ -41,7 +43,7 @@ def write_report(path: Path, data: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of one mode; `bytes_moved` is counted at the NIXL transfer."""
+    """All requests of one mode; `bytes_moved` is counted at the transfer itself."""
 
     mode: Mode
     replies: tuple[Reply, ...]
@@ -97,6 +99,7 @@ class Report:
     device: str = "cpu"
     """On ``cuda``, in bfloat16, batches round differently: texts are reported and not
     required, accept lengths have a band, and nobody counts bytes."""
+    transfer_backend: Backend = "nixl"
 
     def run(self, key: str) -> Run | None:
         """The run of a mode, None when it was not asked for."""
@@ -115,6 +118,7 @@ class Report:
             "schema": SCHEMA,
             "sglang": self.sglang,
             "device": self.device,
+            "transfer_backend": self.transfer_backend,
             "gamma": self.gamma,
             "runs": [_run_json(run, self.by_step(run)) for run in self.runs],
             "parity": {
@@ -160,7 +164,8 @@ class Report:
             text = f"{key}: verify steps of every request equal {reference.mode.key}"
             claims.append(Claim(text, run.verify_steps == reference.verify_steps))
         if len(run.mode.engines) > 1:
-            text = f"{key}: NIXL moved {run.bytes_moved:,} bytes"
+            backend = TITLES[self.transfer_backend]
+            text = f"{key}: {backend} moved {run.bytes_moved:,} bytes"
             claims.append(Claim(text, run.bytes_moved > 0))
         return claims
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_pd.bed.bed import Bed, Engine, Router
+from dspark_pd.bed.checks import check_backend
 from dspark_pd.bed.diagnosis import failure
 from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
@@ -52,6 +53,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODELS.target)
     parser.add_argument("--draft", type=Path, default=MODELS.draft_full)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--transfer-backend", choices=("nixl", "mooncake"), default="nixl"
+    )
     for name in _PORTS:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--hicache-dir", type=Path, help="default: in the log folder")
@@ -71,6 +75,7 @@ def _specs(args: argparse.Namespace, storage: Path) -> list[EngineSpec]:
             chunked_prefill=_CHUNK,
             port=args.prefill_port,
             bootstrap_port=args.bootstrap_port,
+            transfer_backend=args.transfer_backend,
             args=HICACHE,
             env={STORAGE_DIR_ENV: str(storage), **PREFILL_LIMITS},
         ),
@@ -82,6 +87,7 @@ def _specs(args: argparse.Namespace, storage: Path) -> list[EngineSpec]:
             tp=args.tp,
             page_size=PAGE,
             port=args.decode_port,
+            transfer_backend=args.transfer_backend,
             env=DECODE_LIMITS,
         ),
     ]
@@ -99,6 +105,7 @@ def _check(args: argparse.Namespace) -> None:
     """BedError for what no engine can start with; ports are claimed, a folder is made."""
     _check_tp(args.tp, check_checkpoint(args.model, "--model"))
     check_draft(args.draft, "--draft")
+    check_backend(args.transfer_backend)
     claimed: dict[int, str] = {}
     for name in _PORTS:
         port = getattr(args, name.replace("-", "_"))

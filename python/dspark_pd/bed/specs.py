@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from dspark_pd.bed.ports import LOOPBACK, Endpoint
+from dspark_pd.bed.verbs_library import library_folders
 
+Backend = Literal["nixl", "mooncake"]
 Role = Literal["unified", "prefill", "decode"]
 Device = Literal["cpu", "cuda"]
 Flag = str | int | float | bool | None | Sequence[str]
@@ -53,6 +55,7 @@ class EngineSpec:
     port: int | None = None
     bootstrap_port: int | None = None
     device: Device = "cpu"
+    transfer_backend: Backend = "nixl"
     args: Mapping[str, Flag] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -93,7 +96,7 @@ class EngineSpec:
             flags["speculative-draft-model-path"] = str(self.draft)
         if self.role != "unified":
             flags["disaggregation-mode"] = self.role
-            flags["disaggregation-transfer-backend"] = "nixl"
+            flags["disaggregation-transfer-backend"] = self.transfer_backend
         if self.role == "decode":
             # The default backup is a host pool, which wants 10 GiB free at start.
             flags["disaggregation-decode-retraction-backup"] = "cpu_tensor"
@@ -107,7 +110,7 @@ class EngineSpec:
         return [interpreter(), "-m", "sglang.launch_server", *to_argv(flags)]
 
     def environment(self, stats_dir: Path) -> dict[str, str]:
-        """Environment of the engine; `stats_dir` is where NIXL byte counters go.
+        """Environment of the engine; `stats_dir` is where byte counters go.
 
         The CPU platform writes them; on a GPU there are none.
         """
@@ -196,4 +199,9 @@ def base_environment() -> dict[str, str]:
         NO_PROXY=LOOPBACK,
         no_proxy=LOOPBACK,
     )
+    if folders := library_folders(interpreter()):
+        known = env.get("LD_LIBRARY_PATH")
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(
+            [*folders, *([known] if known else [])]
+        )
     return env

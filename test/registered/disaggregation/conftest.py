@@ -10,8 +10,10 @@ the end of the session names one that is not.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pd_parity import Pair, native_specs, route
 from pd_prompts import References
 
-from dspark_pd.bed import Bed
+from dspark_pd.bed import Bed, BedError, Engine, EngineSpec
+from dspark_pd.bed.checks import check_backend
+
+
+class MooncakeBed(Bed):
+    """A bed whose pairs use Mooncake, unless their flags say otherwise."""
+
+    def start(self, specs: Sequence[EngineSpec]) -> list[Engine]:
+        return super().start([replace(s, transfer_backend="mooncake") for s in specs])
+
+
+@pytest.fixture(scope="session")
+def mooncake() -> None:
+    """Mooncake loads; without it skip, or fail under ``CI=true``."""
+    try:
+        check_backend("mooncake")
+    except BedError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(f"{error.summary}: {error.found}")
 
 
 @pytest.fixture(scope="session")
 def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
     """Where every engine of the session runs; logs are kept when a test failed."""
-    with Bed("e2e") as bed:
+    kind = Bed
+    if request.config.getoption("--transfer-backend") == "mooncake":
+        request.getfixturevalue("mooncake")
+        kind = MooncakeBed
+    with kind("e2e") as bed:
         yield bed
         bed.keep_logs = bool(request.session.testsfailed)
         bed.assert_healthy()

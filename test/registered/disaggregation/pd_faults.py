@@ -15,16 +15,30 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import zmq
-from pd_mismatch import Answer, ask
+from pd_mismatch import Answer, ask, unhealthy
 
 from dspark_pd.bed import Engine, web
 from dspark_pd.bed.bed import Server
+from dspark_pd.bed.leftovers import empty_within
 from dspark_pd.bed.prompts import Prompt
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 LONG = 256
 KILLER = Path(__file__).parent / "control_thread_killer"
+# A request whose other engine is gone is held for these timeouts (300 s by default), and
+# the router tries it again before it knows; together they bound the client's wait.
+TIMEOUT_S = 10
+TIMEOUTS = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(TIMEOUT_S),
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(TIMEOUT_S),
+    # Decode keeps the KV of a request whose prefill does not confirm its abort.
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
+}
+ANSWER_LIMIT_S = 2 * TIMEOUT_S + 15.0
+BACK_LIMIT_S = 30.0
+SLOTS = 32  # metadata slots of an engine with --max-running-requests 16
 
 
 def get_json(url: str, timeout_s: float = 10.0):
@@ -36,6 +50,23 @@ def ask_many(url: str, count: int, **options) -> list[Answer]:
     """`count` requests at once."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(lambda _: ask(url, **options), range(count)))
+
+
+def assert_answered(answers: Sequence[Answer]) -> None:
+    """Each client has a result or an error, within the bound."""
+    assert all(answer.status is not None for answer in answers), answers
+    assert max(answer.seconds for answer in answers) < ANSWER_LIMIT_S
+
+
+def assert_recovered(url: str, *engines: Engine) -> None:
+    """The pair behind `url` serves, holds nothing, and has all its slots."""
+    back = wait_until(lambda: ask(url).served, BACK_LIMIT_S)
+    assert back is not None, "the pair does not serve again"
+    served = [answer.served for answer in ask_many(url, SLOTS + 8, timeout_s=120)]
+    assert all(served), f"{served.count(False)} of {len(served)} were not served"
+    for engine in engines:
+        assert empty_within(engine) == {}, f"{engine.name} still holds something"
+    assert not unhealthy(*engines)
 
 
 def abort_at_random(
@@ -142,16 +173,38 @@ def control_port(prefill: Engine) -> int:
     return get_json(f"{base}/route?{query}")["rank_port"]
 
 
+def control_ports(engine: Engine) -> list[int]:
+    """Ports of an engine on which it reads control messages, which nobody tells."""
+    listening = {
+        connection.laddr
+        for pid in engine.pids()
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr.ip == engine.host
+    }
+    return sorted(address.port for address in listening if _greets(*address))
+
+
+def _greets(host: str, port: int) -> bool:
+    """Whether ZeroMQ listens: it speaks first."""
+    with socket.create_connection((host, port), timeout=2) as probe:
+        probe.settimeout(0.5)
+        try:
+            return probe.recv(1) == b"\xff"
+        except OSError:
+            return False
+
+
 def throw_frames(host: str, port: int, count: int, seed: int) -> None:
     """Send hostile control messages: garbage, and good ones with damage."""
     dice = random.Random(seed)
     context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.LINGER, 5000)
-    socket.connect(f"tcp://{host}:{port}")
+    sender = context.socket(zmq.PUSH)
+    sender.setsockopt(zmq.LINGER, 5000)
+    sender.connect(f"tcp://{host}:{port}")
     for number in range(count):
-        socket.send_multipart(_hostile(dice, number))
-    socket.close()
+        sender.send_multipart(_hostile(dice, number))
+    sender.close()
     context.term()
 
 
@@ -170,6 +223,10 @@ def _hostile(dice: random.Random, number: int) -> list[bytes]:
             b"0",
             b"1",
         ],
+        [b"None", b"127.0.0.1", port, name, b"12345678", b"1234", b"", b"0"],
+        [room, b"127.0.0.1", port, name, b"1234", b"0", b"", b"1", b"0"],
+        [b"AUX_DATA", room, b"99", b"0", struct.pack(">I", 5), b"longer than 5"],
+        [room, b"4", b"0", b"why"],
         [b"ABORT", room, b"127.0.0.1", port],
         [b"ROOM_REFUSED", room, b"why"],
         [dice.randbytes(dice.randrange(40)) for _ in range(dice.randrange(1, 26))],

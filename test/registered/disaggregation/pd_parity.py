@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pd_prompts import CHUNK, References
+from pd_prompts import CHUNK, PROMPT_SETS, References
 
 from dspark_pd.bed import (
     MODELS,
@@ -23,8 +23,11 @@ from dspark_pd.bed import (
     Router,
     RouterSpec,
 )
+from dspark_pd.bed.models import check_checkpoint
 
 GAMMA = 4
+# Of one request, from each stage to each rank of decode.
+METADATA_BYTES = 1600
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,23 @@ def assert_parity(
     assert all(verify_vector(replies)), "speculation was off"
     assert verify_vector(replies) == verify_vector(unified)
     assert accept_length(replies) / accept_length(unified) == 1.0
+
+
+def kv_bytes_per_token(*models: Path) -> int:
+    """K and V of all layers of these checkpoints, in float32."""
+    total = 0
+    for folder in models:
+        config = check_checkpoint(folder, "model")
+        heads = config["num_key_value_heads"] * config["head_dim"]
+        total += config["num_hidden_layers"] * 2 * heads * 4
+    return total
+
+
+def assert_moved(moved: int, name: str, copies: int = 4) -> None:
+    """KV of target and draft, `copies` times the metadata, and little beside them."""
+    lengths = [len(prompt.ids) for prompt in PROMPT_SETS[name]]
+    kv = sum(lengths) * kv_bytes_per_token(MODELS.target, MODELS.draft_full)
+    assert kv <= moved <= 1.02 * (kv + len(lengths) * copies * METADATA_BYTES)
 
 
 def assert_both_paths_ran(replies: Sequence[Reply], gamma: int = GAMMA) -> None:

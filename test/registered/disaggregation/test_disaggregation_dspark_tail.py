@@ -29,6 +29,15 @@ from pd_parity import (
     verify_vector,
 )
 from pd_prompts import CHUNK, PROMPT_SETS, References, send
+from pd_tail import (
+    CAPTURE,
+    SETS,
+    assert_moved,
+    captured_layers,
+    decode_spec,
+    prefill_spec,
+    window,
+)
 
 from dspark_pd.bed import (
     MODELS,
@@ -40,40 +49,12 @@ from dspark_pd.bed import (
     Reply,
     RouterSpec,
 )
-from dspark_pd.bed.models import check_checkpoint
 from dspark_pd.bed.prompts import make_prompts
 
 pytestmark = pytest.mark.e2e
 
-SETS = ("sliding", "sliding-short", "sliding-long")
-CAPTURE = {"SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "1"}
 LAYER_IDS = "SGLANG_DSPARK_PD_TARGET_LAYER_IDS"
 PROBE = Path(__file__).parent / "draft_pool_probe"
-# Metadata of one request beside the tail, and the tail's own header.
-METADATA_BYTES, HEADER_BYTES = 1600, 64
-
-
-def prefill_spec(name: str, *, env: dict | None = None, **options) -> EngineSpec:
-    """A prefill that captures; the draft's config tells it layers and window."""
-    options.setdefault("chunked_prefill", CHUNK)
-    args = {
-        "speculative-draft-model-path": str(MODELS.draft_swa),
-        **options.pop("args", {}),
-    }
-    return EngineSpec(
-        name, "prefill", MODELS.target, args=args, env=env or CAPTURE, **options
-    )
-
-
-def decode_spec(name: str, **options) -> EngineSpec:
-    """A DSPARK decode, which needs no variable."""
-    draft = options.pop("draft", MODELS.draft_swa)
-    return EngineSpec(name, "decode", MODELS.target, draft, **options)
-
-
-def window() -> int:
-    """Positions that the sliding draft reads before its first drafted one."""
-    return check_checkpoint(MODELS.draft_swa, "draft")["sliding_window"] - 1
 
 
 @dataclass(frozen=True)
@@ -138,23 +119,8 @@ def assert_same_draft_kv(mine: Any, theirs: Any) -> None:
     assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
-def kv_bytes_per_token() -> int:
-    config = check_checkpoint(MODELS.target, "target")
-    heads = config["num_key_value_heads"] * config["head_dim"]
-    return config["num_hidden_layers"] * 2 * heads * 4
-
-
-def captured_layers(draft: Path) -> list[int]:
-    return check_checkpoint(draft, "draft")["target_layer_ids"]
-
-
 def layer_list(draft: Path = MODELS.draft_swa) -> str:
     return ",".join(map(str, captured_layers(draft)))
-
-
-def hidden_state_bytes() -> int:
-    layers = captured_layers(MODELS.draft_swa)
-    return len(layers) * check_checkpoint(MODELS.target, "target")["hidden_size"] * 4
 
 
 @pytest.fixture(scope="class")
@@ -308,20 +274,9 @@ class TestTailFleet:
     ) -> None:
         engine, stages = getattr(fleet, prefill), {"pp1": 1, "pp2": 2}[prefill]
         for name in ("sliding", "sliding-short"):
-            lengths = [len(prompt.ids) for prompt in PROMPT_SETS[name]]
             before = engine.bytes_posted()
             send(fleet.client(prefill), name)
-            moved = engine.bytes_posted() - before
-            states = sum(min(length, window()) for length in lengths)
-            formula = (
-                sum(lengths) * kv_bytes_per_token() + states * hidden_state_bytes()
-            )
-            formula += len(lengths) * (HEADER_BYTES + stages * METADATA_BYTES)
-            assert moved / formula <= 1.02
-            assert (
-                moved
-                >= sum(lengths) * kv_bytes_per_token() + states * hidden_state_bytes()
-            )
+            assert_moved(engine.bytes_posted() - before, name, stages)
 
     def test_tail_through_the_router(
         self, bed: Bed, fleet: Fleet, references: References

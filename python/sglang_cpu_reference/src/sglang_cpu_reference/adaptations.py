@@ -158,7 +158,7 @@ TABLE: tuple[Adaptation, ...] = (
         params=("dst", "src", "dim", "offset", "sz", "offset_src"),
         why="attention DP gathers and scatters tokens with a Triton kernel",
         seam="the choice should follow capabilities.supports_triton",
-        needs="sglang.srt.layers.dp_attention:memcpy_func",
+        since="sglang.srt.layers.dp_attention:memcpy_func",
     ),
     Adaptation(
         module="sglang.srt.model_executor.forward_batch_info",
@@ -168,7 +168,7 @@ TABLE: tuple[Adaptation, ...] = (
         params=None,
         why="attention DP sends its token counts from page-locked memory",
         seam="the choice should follow is_pin_memory_available",
-        needs="sglang.srt.layers.dp_attention:memcpy_func",
+        since="sglang.srt.layers.dp_attention:memcpy_func",
     ),
     *(
         Adaptation(
@@ -288,6 +288,28 @@ TABLE: tuple[Adaptation, ...] = (
             seam="nixl_agent_config has no progress thread delay",
         )
         for build in NIXL_BUILDS
+    ),
+    Adaptation(
+        module="sglang.srt.disaggregation.mooncake.conn",
+        name="MooncakeKVSender.supports_host_tensor_indices",
+        kind="constant",
+        hook=f"{_PACKAGE}.streams:INDICES_ARE_COPIED_ASIDE",
+        params=None,
+        why="prefill pins memory and records a CUDA event for each chunk it sends",
+        seam="the copy should follow is_pin_memory_available",
+        since=(
+            "sglang.srt.disaggregation.mooncake.conn:"
+            "MooncakeKVSender.supports_host_tensor_indices"
+        ),
+    ),
+    Adaptation(
+        module="mooncake.engine",
+        name="TransferEngine",
+        kind="replace",
+        hook=f"{_PACKAGE}.mooncake_bytes:CountingEngine",
+        params=None,
+        why="no test could tell whether KV moved, and how much",
+        seam="a count of moved bytes that Mooncake gives its caller",
     ),
 )
 

@@ -26,7 +26,7 @@ class Adaptation:
         module: module that defines the target.
         name: dotted name of the target inside the module.
         kind: ``replace``, ``around``, ``before`` or ``after`` (HookRegistry), or
-            ``constant``: a module constant takes the hook's value.
+            ``constant``: a constant of a module or class takes the hook's value.
         hook: ``package.module:name`` of this package.
         params: the target's parameter names; None for a class or a builtin.
         optional: those of them that some releases lack.
@@ -34,8 +34,8 @@ class Adaptation:
         seam: the upstream extension point that would make it unnecessary.
         unless: ``module:name`` of that extension point; where it exists, the
             adaptation is not installed.
-        needs: ``module:name`` without which the feature does not run here at all;
-            a release that lacks it is not adapted.
+        since: ``module:name`` that came with the need; where it is missing, the
+            adaptation is not installed.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Adaptation:
     seam: str
     optional: tuple[str, ...] = ()
     unless: str = ""
-    needs: str = ""
+    since: str = ""
 
     @property
     def target(self) -> str:
@@ -65,7 +65,7 @@ def install(adaptation: Adaptation) -> None:
         AdaptationError: the target is missing, has other parameters, or the
             hook registry did not take the hook.
     """
-    if not is_wanted(adaptation):
+    if is_needless(adaptation):
         return
     original = resolve_target(adaptation)
     verify_parameters(adaptation, original)
@@ -96,14 +96,18 @@ def _set_constant(adaptation: Adaptation, original: Any, value: Any) -> None:
     if type(original) is not type(value):
         expected = f"a constant of type {type(value).__name__}"
         raise AdaptationError(_message(adaptation, expected, repr(original)))
-    setattr(sys.modules[adaptation.module], adaptation.name, value)
+    owner: Any = sys.modules[adaptation.module]
+    *path, name = adaptation.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, name, value)
 
 
-def is_wanted(adaptation: Adaptation) -> bool:
-    """Whether this release needs it: it has no extension point, and can use it."""
-    if adaptation.unless and _exists(adaptation.unless):
-        return False
-    return not adaptation.needs or _exists(adaptation.needs)
+def is_needless(adaptation: Adaptation) -> bool:
+    """Whether this release has the extension point, or not yet the need."""
+    if adaptation.since and not _exists(adaptation.since):
+        return True
+    return bool(adaptation.unless) and _exists(adaptation.unless)
 
 
 def _exists(name: str) -> bool:

@@ -18,6 +18,9 @@ DEFAULTS = {
     # system's beside them where rdma-core is installed. The two crash each other at exit
     # (https://github.com/ai-dynamo/nixl/pull/1929). No transfer here needs RDMA.
     "UCX_MODULES": "^ib",
+    # Mooncake looks for RDMA devices and SGLang chooses one; there is none, and host
+    # memory moves over TCP.
+    "MC_FORCE_TCP": "1",
 }
 
 

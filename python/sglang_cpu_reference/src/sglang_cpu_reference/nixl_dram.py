@@ -3,16 +3,15 @@
 SGLang declares its KV buffers as VRAM; on this platform they are host memory, so
 every VRAM descriptor becomes DRAM. When ``SGLANG_CPU_REFERENCE_STATS_DIR`` names
 a directory, NIXL's own transfer telemetry is switched on and each completed
-transfer is added to ``nixl-<pid>.json`` there.
+transfer is added to ``transfers-<pid>.json`` there.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from sglang_cpu_reference.nixl_build import loaded_module
-from sglang_cpu_reference.transfer_stats import STATS_DIR_ENV, TransferStats
+from sglang_cpu_reference.transfer_stats import asked_for
 
 _api = loaded_module("_api")
 
@@ -31,8 +30,9 @@ class HostMemoryAgent(_api.nixl_agent):
         nixl_conf: Any = None,
         instantiate_all: bool = False,
     ) -> None:
-        directory = os.environ.get(STATS_DIR_ENV)
-        self._stats = TransferStats(directory) if directory else None
+        self._stats = asked_for()
+        # Posted and not yet counted: a transfer is asked for its state many times.
+        self._open: set[int] = set()
         if self._stats is not None:
             nixl_conf = nixl_conf or _api.nixl_agent_config()
             nixl_conf.capture_telemetry = True
@@ -58,7 +58,7 @@ class HostMemoryAgent(_api.nixl_agent):
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> str:
         status = super().transfer(handle, notif_msg)
         if self._stats is not None:
-            self._stats.posted(handle)
+            self._open.add(id(handle))
             self._note(handle, status)
         return status
 
@@ -69,6 +69,6 @@ class HostMemoryAgent(_api.nixl_agent):
         return status
 
     def _note(self, handle: Any, status: str) -> None:
-        if status == "DONE" and self._stats.is_open(handle):
-            moved = self.get_xfer_telemetry(handle).totalBytes
-            self._stats.completed(handle, int(moved))
+        if status == "DONE" and id(handle) in self._open:
+            self._open.discard(id(handle))
+            self._stats.add(int(self.get_xfer_telemetry(handle).totalBytes))

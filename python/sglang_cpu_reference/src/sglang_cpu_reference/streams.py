@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+# Page indices are on the host already: no copy whose end a CUDA event would tell.
+INDICES_ARE_COPIED_ASIDE = False
+
 
 def record_stream(original: Callable[..., None], tensor: torch.Tensor, stream: Any):
     """Around ``Tensor.record_stream``, which refuses host tensors."""

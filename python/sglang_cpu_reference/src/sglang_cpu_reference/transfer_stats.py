@@ -1,6 +1,6 @@
 """How many bytes a process moved, in one small JSON file.
 
-``nixl-<pid>.json`` holds ``{"bytes_posted": int, "transfers": int}``. It is
+``transfers-<pid>.json`` holds ``{"bytes_posted": int, "transfers": int}``. It is
 replaced as a whole after every completed transfer, so a reader never sees half a
 file and a killed process loses nothing but the transfer in flight.
 """
@@ -19,29 +19,23 @@ _total = {"bytes_posted": 0, "transfers": 0}
 
 
 class TransferStats:
-    """Counts each posted transfer once, when it completes.
-
-    Several agents of one process share the file and the total.
-    """
+    """Counts completed transfers; all of a process share the file and the total."""
 
     def __init__(self, directory: str) -> None:
-        self._path = Path(directory) / f"nixl-{os.getpid()}.json"
+        self._path = Path(directory) / f"transfers-{os.getpid()}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._open: set[int] = set()
 
-    def posted(self, handle: object) -> None:
-        with _lock:
-            self._open.add(id(handle))
-
-    def is_open(self, handle: object) -> bool:
-        return id(handle) in self._open
-
-    def completed(self, handle: object, moved: int) -> None:
+    def add(self, moved: int) -> None:
         """Add a finished transfer of ``moved`` bytes and write the file."""
         with _lock:
-            self._open.discard(id(handle))
             _total["bytes_posted"] += moved
             _total["transfers"] += 1
             partial = self._path.with_suffix(".tmp")
             partial.write_text(json.dumps(_total))
             os.replace(partial, self._path)
+
+
+def asked_for() -> TransferStats | None:
+    """Where this process shall count; None unless the environment names a directory."""
+    directory = os.environ.get(STATS_DIR_ENV)
+    return TransferStats(directory) if directory else None

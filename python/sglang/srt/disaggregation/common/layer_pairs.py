@@ -12,6 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import (
+        KVArgsRegisterInfo as MooncakePeer,
+    )
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, NixlKVManager
     from sglang.srt.mem_cache.memory_pool import KVCache
 
@@ -55,8 +59,8 @@ def is_plain_mha(pool: KVCache) -> bool:
 
 
 def pair_by_layer(
-    manager: NixlKVManager,
-    peer: KVArgsRegisterInfo,
+    manager: NixlKVManager | MooncakeKVManager,
+    peer: KVArgsRegisterInfo | MooncakePeer,
     *,
     positional: tuple[Pointers, Pointers],
 ) -> tuple[Pointers, Pointers]:
@@ -88,6 +92,25 @@ def pair_by_layer(
             "Use equal --tp-size, or a prefill without a draft."
         )
     return [sources[i] for i, _ in pairs], [targets[j] for _, j in pairs]
+
+
+def check_buffers(manager: MooncakeKVManager, peer: MooncakePeer) -> None:
+    """Raise for a registering decode to whose buffers Mooncake could not send.
+
+    It slices where the tensor parallel sizes differ, by one pair of lengths for all
+    buffers. Staged transfers and those between context parallel sizes do not.
+    """
+    mine, theirs = len(manager.kv_args.kv_data_ptrs), len(peer.dst_kv_ptrs)
+    if theirs < mine:
+        raise ValueError(
+            f"decode registers fewer KV regions ({theirs}) than prefill ({mine}); "
+            "prefill has a draft or layers that decode has not"
+        )
+    is_mla = manager.is_mla_backend or manager.is_hybrid_mla_backend
+    if is_mla or manager.enable_staging or peer.requires_dcp_relayout:
+        return
+    if manager.attn_tp_size != peer.dst_attn_tp_size:
+        pair_by_layer(manager, peer, positional=([], []))
 
 
 def compressed_mla_indices(

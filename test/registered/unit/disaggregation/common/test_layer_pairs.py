@@ -7,11 +7,20 @@ negative control.
 
 from __future__ import annotations
 
+import struct
 import unittest
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from kv_managers import (
+    Wire,
+    close,
+    make_manager,
+    mooncake_metadata,
+    mooncake_registration,
+    wait_for,
+)
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.layer_pairs import (
@@ -21,6 +30,7 @@ from sglang.srt.disaggregation.common.layer_pairs import (
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 from sglang.srt.disaggregation.utils import (
+    DisaggregationMode,
     build_kv_layer_ids,
     build_transfer_entry_pairs,
 )
@@ -156,6 +166,41 @@ class TestPairing(CustomTestCase):
         )
         expected = [24 + i for i in range(8)] + [32 + 24 + i for i in range(8)]
         self.assertEqual([dst // 1_000_000 - 1 for _, dst, _ in moved], expected)
+
+    def test_mooncake_refuses_buffers_that_do_not_fit(self):
+        """Its worker would fail every request, and take a living decode for dead."""
+
+        def answer_to(ranks, lengths):
+            manager = make_manager(
+                MooncakeKVManager,
+                DisaggregationMode.PREFILL,
+                kv_layer_ids=ids_of(make_pool(2), make_pool(1), 2),
+                kv_data_ptrs=[1, 2, 3, 4, 5, 6],
+                kv_item_lens=[64] * 4 + [32] * 2,
+            )
+            self.addCleanup(close, manager)
+            manager._publish_peer_registration = (
+                manager.decode_kv_args_table.__setitem__
+            )
+            manager.start_prefill_thread()
+            wire = Wire(manager)
+            self.addCleanup(wire.close)
+            frames = mooncake_registration(wire.port, pointers=len(lengths))
+            frames[8] = str(ranks).encode()
+            ids = manager.kv_args.kv_layer_ids
+            frames[12] = struct.pack(f"{len(lengths)}I", *ids[: len(lengths)])
+            frames[19] = struct.pack(f"{len(lengths)}Q", *lengths)
+            wire.send(*frames)
+            wire.send(*mooncake_metadata(7, wire.port))
+            wait_for(lambda: 7 in manager.transfer_infos or manager.admission.verdicts)
+            return manager.admission.refused.get("host:1", "admitted")
+
+        halves = [32] * 4 + [16] * 2
+        for text in ("[PD-REGISTRATION]", "need one KV shape for target and draft"):
+            self.assertIn(text, answer_to(2, halves))
+        fewer = answer_to(1, [64] * 4)
+        self.assertIn("fewer KV regions (4) than prefill (6)", fewer)
+        self.assertEqual(answer_to(1, [64] * 4 + [32] * 2), "admitted")
 
     def test_nixl_stage_pairs_with_whole_decode(self):
         """Stock refuses this pair, and its control thread dies of it."""
