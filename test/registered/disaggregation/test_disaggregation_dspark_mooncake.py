@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("mooncake")]
 OVER = {"transfer_backend": "mooncake"}
 # SGLang's own: every seventh step retracts, whether or not the pool is full.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-FRAMES = 3000
+FRAMES = 1000
 # Ranks that are not equal move KV token by token, a head of each at a time.
 ALL, FEW = ("short", "mixed", "chunked", "beyond"), ("short", "chunked")
 PAIRS = {
