@@ -37,7 +37,7 @@ def library_folders(python: str) -> tuple[str, ...]:
         said = subprocess.run(
             [python, "-c", _LOOK], capture_output=True, text=True, timeout=60
         ).stdout
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ()  # what is wrong with the interpreter is told where it is started
     if not said.strip():
         return ()
