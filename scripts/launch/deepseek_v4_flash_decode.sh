@@ -24,6 +24,10 @@ esac
 export SGLANG_DISAGGREGATION_WAITING_TIMEOUT="${SGLANG_DISAGGREGATION_WAITING_TIMEOUT:-120}"
 export SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL="${SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL:-2}"
 
+# How long, in seconds, it keeps an idle connection: longer than the router, which does for
+# 50. The default of 5 loses a request that the router sends at that moment.
+export SGLANG_TIMEOUT_KEEP_ALIVE="${SGLANG_TIMEOUT_KEEP_ALIVE:-60}"
+
 exec sglang serve \
   --model-path "${MODEL:-deepseek-ai/DeepSeek-V4-Flash-0731}" --trust-remote-code \
   --host "${HOST:-127.0.0.1}" --port "${PORT:-30001}" \

@@ -28,6 +28,10 @@ export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="${HICACHE_DIR:?set HICACHE_DIR t
 # does not notice a decode that is gone. The default is 300.
 export SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="${SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT:-30}"
 
+# How long, in seconds, it keeps an idle connection: longer than the router, which does for
+# 50. The default of 5 loses a request that the router sends at that moment.
+export SGLANG_TIMEOUT_KEEP_ALIVE="${SGLANG_TIMEOUT_KEEP_ALIVE:-60}"
+
 exec sglang serve \
   --model-path "${MODEL:-deepseek-ai/DeepSeek-V4-Flash-0731}" --trust-remote-code \
   --host "${HOST:-127.0.0.1}" --port "${PORT:-30000}" \

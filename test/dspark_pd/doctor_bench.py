@@ -54,7 +54,8 @@ class Bench:
 
 
 def command(model: str, role: str, *flags: str, env: str = "") -> str:
-    """A launch command; prefill's with a time limit, as the doctor wants it."""
+    """A launch command with the time limits that the doctor wants."""
+    env = f"SGLANG_TIMEOUT_KEEP_ALIVE=60 {env}"
     if role == "prefill":
         env = f"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT=30 {env}"
     return (

@@ -10,7 +10,7 @@ import pytest
 
 from doctor_bench import DRAFT, QWEN, Bench, command, dspark
 from dspark_pd.doctor.checks import CHECKS
-from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT
+from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, KEEP_ALIVE
 from dspark_pd.doctor.sources import read_engine
 from dspark_pd.doctor.tables import load
 from dspark_pd.verbs.doctor import diagnose
@@ -420,8 +420,34 @@ def test_the_default_time_limit_of_prefill_is_remarked_on(bench: Bench) -> None:
     assert list(found.values()) == [True, False, False], found
 
 
+@pytest.mark.parametrize(
+    "environ, remarked",
+    [
+        ({}, True),
+        ({KEEP_ALIVE: "30"}, True),
+        ({KEEP_ALIVE: "60"}, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("short", ["prefill", "decode"])
+def test_an_engine_that_closes_connections_before_the_router_is_remarked_on(
+    bench: Bench, short: str, environ: dict[str, str] | None, remarked: bool
+) -> None:
+    pair = []
+    for role in ("prefill", "decode"):
+        document = {"server_args": {"tp_size": 1}, "version": "0.5.23"}
+        variables = environ if role == short else {KEEP_ALIVE: "60"}
+        if variables is not None:
+            document["environ"] = variables
+        path = bench.file(f"{role}.json", json.dumps(document))
+        pair.append(read_engine(role, path, 1.0))
+    codes = [finding.code for finding in diagnose(*pair)]
+    assert ("DOC-KEEP-ALIVE" in codes) == remarked
+
+
 def test_every_check_is_tested() -> None:
     elsewhere = {"DOC-RELEASE", "DOC-STAGES", "DOC-TAIL-RELEASE", "DOC-TIME-LIMIT"}
+    elsewhere |= {"DOC-KEEP-ALIVE"}
     assert {check.code for check in CHECKS} == set(OWN_CHECKS) | elsewhere
 
 

@@ -198,6 +198,9 @@ def base_environment() -> dict[str, str]:
         HOST_IP=LOOPBACK,
         NO_PROXY=LOOPBACK,
         no_proxy=LOOPBACK,
+        # Longer than the router keeps an idle connection. An engine that closes first,
+        # by default after 5 s, loses a request that crosses its goodbye.
+        SGLANG_TIMEOUT_KEEP_ALIVE="60",
     )
     if folders := library_folders(interpreter()):
         known = env.get("LD_LIBRARY_PATH")

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dspark_pd.doctor.engine import ERROR, NOTE, WARNING, Engine, Finding
-from dspark_pd.doctor.fields import BOOTSTRAP_TIMEOUT, HICACHE_FOLDER, ON, RUST_SERVER
+from dspark_pd.doctor.fields import (
+    BOOTSTRAP_TIMEOUT,
+    HICACHE_FOLDER,
+    KEEP_ALIVE,
+    ON,
+    RUST_SERVER,
+)
 from dspark_pd.doctor.releases import released, served_by, serves
 from dspark_pd.doctor.stages import PARTITION, better_partition
 
@@ -22,6 +28,11 @@ class Check(Finding):
     """A finding and when it is one: ``applies`` gets (prefill, decode)."""
 
     applies: Callable[[Engine, Engine], Any]
+
+
+# Defaults of the router's --pool-idle-timeout-secs and of SGLang, for idle connections.
+_ROUTER_KEEPS_S = 50
+_ENGINE_KEEPS_S = 5
 
 
 def _wrong_role(engine: Engine) -> bool:
@@ -59,6 +70,13 @@ def _file_backend_without_folder(prefill: Engine, _: Engine) -> bool:
         and prefill.environ is not None
         and not prefill.environ.get(HICACHE_FOLDER)
     )
+
+
+def _closes_early(engine: Engine) -> bool:
+    environ = engine.environ
+    if environ is None:
+        return False
+    return int(environ.get(KEEP_ALIVE) or _ENGINE_KEEPS_S) <= _ROUTER_KEEPS_S
 
 
 def _drafts_without_head(engine: Engine) -> bool:
@@ -168,6 +186,16 @@ CHECKS: Final[tuple[Check, ...]] = (
         f"set {BOOTSTRAP_TIMEOUT}=30 on prefill; more if requests wait longer than that "
         "for a place in decode's KV pool",
         lambda p, d: p.environ is not None and BOOTSTRAP_TIMEOUT not in p.environ,
+    ),
+    Check(
+        "DOC-KEEP-ALIVE",
+        NOTE,
+        f"an engine closes idle connections after 5 s, SGLang's default, and the router "
+        f"keeps them for {_ROUTER_KEEPS_S} s",
+        "a request that the router sends at that moment is lost on one engine, and waits "
+        "for the time limit of the other",
+        f"set {KEEP_ALIVE}=60 on both engines",
+        lambda p, d: _closes_early(p) or _closes_early(d),
     ),
     Check(
         "DOC-HICACHE-FOLDER",

@@ -85,6 +85,7 @@ NEIGHBOURS: Final = (
 )
 RUST_SERVER: Final = "SGLANG_RUST_SERVER"
 HICACHE_FOLDER: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+KEEP_ALIVE: Final = "SGLANG_TIMEOUT_KEEP_ALIVE"
 BOOTSTRAP_TIMEOUT: Final = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
 VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_ENABLE_PREFILL_CAPTURE": "switch",
@@ -96,6 +97,7 @@ VARIABLES: Final[dict[str, Kind]] = {
     "SGLANG_DSPARK_PD_PEER_NUM_DRAFT_TOKENS": "int",
     HICACHE_FOLDER: "text",
     BOOTSTRAP_TIMEOUT: "int",
+    KEEP_ALIVE: "int",
     "SGLANG_PP_LAYER_PARTITION": "text",
     # Not "switch": SGLang starts with any value of them.
     RUST_SERVER: "text",
