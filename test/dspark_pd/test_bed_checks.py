@@ -150,8 +150,9 @@ def test_a_set_that_is_not_applied_is_refused(
         (
             "ImportError: libnuma.so.1: cannot open shared object file",
             "a library of the system is missing",
-            "install that library",
+            "install what it needs",
         ),
+        ("ImportError: GLIBC_2.38 not found", "", "install what it needs"),
     ],
 )
 def test_a_mooncake_that_does_not_load_is_refused(

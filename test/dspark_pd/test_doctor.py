@@ -424,7 +424,9 @@ def test_the_default_time_limit_of_prefill_is_remarked_on(bench: Bench) -> None:
     "environ, remarked",
     [
         ({}, True),
+        ({KEEP_ALIVE: " "}, True),
         ({KEEP_ALIVE: "30"}, True),
+        ({KEEP_ALIVE: "-"}, False),
         ({KEEP_ALIVE: "60"}, False),
         (None, False),
     ],

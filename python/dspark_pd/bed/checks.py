@@ -173,16 +173,18 @@ def check_backend(backend: Backend) -> None:
         return
     found = _last_words(answer, 1)
     no_wheel = "No module named" in found
+    cause = "the wheel is missing" if no_wheel else ""
+    if "cannot open shared object" in found:
+        cause = "a library of the system is missing"
     raise BedError(
         "Mooncake's transfer engine does not load",
         expected=f"import mooncake.engine to work in {interpreter()}",
         found=found,
-        cause="the wheel is missing"
-        if no_wheel
-        else "a library of the system is missing",
+        cause=cause,
         next_step=_pip_install(_REQUIREMENTS)
         if no_wheel
-        else "install that library, or choose --transfer-backend nixl",
+        else "install what it needs (rdma-core has libibverbs), or choose "
+        "--transfer-backend nixl",
         usage=True,
     )
 

@@ -50,7 +50,7 @@ _CAUSES = (
     Cause(
         r"Please install mooncake",
         "Mooncake's wheel is missing, or a library of the system that it needs",
-        "pip install --no-deps -r requirements/engine-0.5.23.txt",
+        "pip install --no-deps -r requirements/engine-0.5.23.txt, or install rdma-core",
     ),
     Cause(
         r"No module named '?sglang_router",

@@ -54,7 +54,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, default=MODELS.draft_full)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
-        "--transfer-backend", choices=("nixl", "mooncake"), default="nixl"
+        "--transfer-backend",
+        choices=("nixl", "mooncake"),
+        default="nixl",
+        help="what moves KV between the engines (default: nixl)",
     )
     for name in _PORTS:
         parser.add_argument(f"--{name}", type=int)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -43,6 +44,12 @@ def library_folders(python: str) -> tuple[str, ...]:
         return ()
     library = Path(said.splitlines()[0])
     folder = Path(tempfile.mkdtemp(prefix="dspark-pd-verbs-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     (folder / SONAME).symlink_to(library)
     return str(folder), str(library.parent)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """At exit, but not of a fork: the owner's engines still need it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -30,7 +30,7 @@ class Check(Finding):
     applies: Callable[[Engine, Engine], Any]
 
 
-# Defaults of the router's --pool-idle-timeout-secs and of SGLang, for idle connections.
+# For idle connections: what sglang-router 0.3.2 does, without a flag, and SGLang's default.
 _ROUTER_KEEPS_S = 50
 _ENGINE_KEEPS_S = 5
 
@@ -76,7 +76,9 @@ def _closes_early(engine: Engine) -> bool:
     environ = engine.environ
     if environ is None:
         return False
-    return int(environ.get(KEEP_ALIVE) or _ENGINE_KEEPS_S) <= _ROUTER_KEEPS_S
+    seconds = (environ.get(KEEP_ALIVE) or "").strip()
+    known = seconds.isdigit() or not seconds  # another value is a finding of its own
+    return known and int(seconds or _ENGINE_KEEPS_S) <= _ROUTER_KEEPS_S
 
 
 def _drafts_without_head(engine: Engine) -> bool:
@@ -190,8 +192,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "DOC-KEEP-ALIVE",
         NOTE,
-        f"an engine closes idle connections after 5 s, SGLang's default, and the router "
-        f"keeps them for {_ROUTER_KEEPS_S} s",
+        f"an engine closes idle connections before the router does, which keeps them for "
+        f"{_ROUTER_KEEPS_S} s; SGLang's default is {_ENGINE_KEEPS_S} s",
         "a request that the router sends at that moment is lost on one engine, and waits "
         "for the time limit of the other",
         f"set {KEEP_ALIVE}=60 on both engines",

@@ -158,7 +158,9 @@ def wanted(name: str, value: Any) -> str | None:
     kind = {**FIELDS, **VARIABLES}[name]
     fits = True
     if kind == "int":
-        whole = re.fullmatch(r"\s*-?\d*\s*", value) if isinstance(value, str) else None
+        whole = (
+            re.fullmatch(r"\s*(-?\d+)?\s*", value) if isinstance(value, str) else None
+        )
         fits = type(value) is int or bool(whole)
     elif kind == "number":
         fits = _is_number(value)

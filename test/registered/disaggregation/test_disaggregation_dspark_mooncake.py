@@ -1,11 +1,12 @@
 """Mooncake in place of NIXL: what other modules claim, on as few engines as will do.
 
-KV of target and draft, and hidden states, cross over Mooncake's TCP transport. Three
-prefills and two decodes make five pairs, whose tensor and pipeline sizes are equal or
-not; then a tail. Mooncake, told no layer ids, would guess where V begins from whether
+KV of target and draft, and hidden states, cross over Mooncake's TCP transport. Two
+prefills and two decodes make four pairs, of one and two stages, with and without overlap
+on decode; then a tail. Mooncake, told no layer ids, would guess where V begins from whether
 one count of layers divides the other; for both stages here that guess is wrong, and the
 draft's context would show it. `--transfer-backend mooncake` runs the other modules over
-Mooncake, with all they claim.
+Mooncake, with all they claim: `native` has tensor parallel sizes, equal and not, whose
+ranks spin while they wait, too many of them for two cores that other tests use as well.
 """
 
 from __future__ import annotations
@@ -50,15 +51,8 @@ OVER = {"transfer_backend": "mooncake"}
 # SGLang's own: every seventh step retracts, whether or not the pool is full.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 FRAMES = 1000
-# Ranks that are not equal move KV token by token, a head of each at a time.
 ALL, FEW = ("short", "mixed", "chunked", "beyond"), ("short", "chunked")
-PAIRS = {
-    "p-to-d": ALL,
-    "pp2-to-d": ALL,
-    "tp2-to-d2": ALL,
-    "p-to-d2": FEW,
-    "tp2-to-d": FEW,
-}
+PAIRS = {"p-to-d": ALL, "pp2-to-d": ALL, "p-to-d2": ALL, "pp2-to-d2": FEW}
 
 
 def retracted(decode: Engine) -> int:
@@ -94,12 +88,11 @@ def fleet(bed: Bed, references: References, mooncake: None) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="class")
-def wide(bed: Bed, fleet: Fleet) -> Iterator[None]:
-    """Ranks poll while they wait, so these do not outlive their class."""
-    prefill, decode = native_specs("mc-tp2", tp=2, **OVER)
+def more(bed: Bed, fleet: Fleet) -> Iterator[None]:
+    """Engines poll while they wait, so these do not outlive their class."""
+    prefill, decode = native_specs("mc-2", **OVER)
     specs = {
-        "pp2": replace(prefill, name="mc-pp2", tp=1, pp=2),
-        "tp2": prefill,
+        "pp2": replace(prefill, pp=2),
         "d2": replace(decode, overlap=False, env=RETRACT),
     }
     fleet.engines.update(zip(specs, bed.start(list(specs.values())), strict=True))
@@ -107,9 +100,9 @@ def wide(bed: Bed, fleet: Fleet) -> Iterator[None]:
     bed.stop(*(fleet.engines.pop(name) for name in specs))
 
 
-@pytest.mark.usefixtures("wide")
+@pytest.mark.usefixtures("more")
 class TestNative:
-    """Equal and unequal ranks, one stage and two, with and without overlap on decode."""
+    """One stage and two, with and without overlap on decode."""
 
     @pytest.mark.parametrize("pair", PAIRS)
     def test_mooncake_parity(
@@ -121,7 +114,7 @@ class TestNative:
             replies = send(fleet.client(pair), name)
             assert_parity(replies, name, references)
             assert_both_paths_ran(replies)
-            assert_moved(prefill.bytes_posted() - before, name, copies=8)
+            assert_moved(prefill.bytes_posted() - before, name)
 
     def test_mooncake_batches_and_retraction(self, fleet: Fleet) -> None:
         """What ran before did run in batches, and was retracted where that was asked."""

@@ -98,13 +98,15 @@ def check_buffers(manager: MooncakeKVManager, peer: MooncakePeer) -> None:
     """Raise for a registering decode to whose buffers Mooncake could not send.
 
     It slices where the tensor parallel sizes differ, by one pair of lengths for all
-    buffers. Staged transfers and those between context parallel sizes do not.
+    buffers. Staged transfers, and those to another size of decode context
+    parallelism, are not sliced that way.
     """
     mine, theirs = len(manager.kv_args.kv_data_ptrs), len(peer.dst_kv_ptrs)
     if theirs < mine:
         raise ValueError(
             f"decode registers fewer KV regions ({theirs}) than prefill ({mine}); "
-            "prefill has a draft or layers that decode has not"
+            "prefill has a draft or layers that decode has not. Use the same model, "
+            "draft and --speculative-algorithm on both engines."
         )
     is_mla = manager.is_mla_backend or manager.is_hybrid_mla_backend
     if is_mla or manager.enable_staging or peer.requires_dcp_relayout:

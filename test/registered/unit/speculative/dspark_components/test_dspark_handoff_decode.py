@@ -230,6 +230,17 @@ class TestCheck(DraftCase):
         self.assertEqual(ours, {})
         self.assertIn("room 78", theirs[ROOM])
 
+    def test_a_request_is_seen_again_until_every_rank_has_it(self):
+        """Nothing is held or failed before the ranks agree."""
+        fill(make_room(), 9)
+        decode_req = received(make_req())
+        for _ in range(2):
+            polls = [int(KVPoll.Success)]
+            decode.check_tails(polls, [decode_req])
+            self.assertEqual(polls, [int(KVPoll.Success)])
+            self.assertEqual(decode_req.req.dspark_tail[:2], (5, 9))
+        self.assertEqual(current().slots._holders, {})
+
     def test_only_a_completed_transfer_is_read(self):
         fill(make_room(), 9)
         for poll in (KVPoll.Transferring, KVPoll.Failed, KVPoll.WaitingForInput):
