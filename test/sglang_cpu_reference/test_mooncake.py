@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
 pytest.importorskip("sglang.srt")
 
-from dspark_pd.bed.checks import check_backend
-from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.specs import base_environment
 
 # Three blocks go from one engine to another; a transfer that fails counts nothing.
@@ -40,14 +37,8 @@ os._exit(0)  # Mooncake logs what is left when it ends
 
 
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
+def environment(mooncake: None) -> dict[str, str]:
     """What engines are started with: the loader's path, and the platform's name."""
-    try:
-        check_backend("mooncake")
-    except BedError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
-        pytest.skip(f"{error.summary}: {error.found}")
     return base_environment()
 
 

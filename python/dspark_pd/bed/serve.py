@@ -21,6 +21,7 @@ from dspark_pd.bed.errors import BedError
 from dspark_pd.bed.models import MODELS, check_checkpoint, check_draft
 from dspark_pd.bed.ports import claim_port
 from dspark_pd.bed.process import interrupt_on_signals
+from dspark_pd.bed.report import TITLES
 from dspark_pd.bed.specs import EngineSpec, Flag, RouterSpec
 
 PAGE = 64
@@ -55,7 +56,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
         "--transfer-backend",
-        choices=("nixl", "mooncake"),
+        choices=tuple(TITLES),
         default="nixl",
         help="what moves KV between the engines (default: nixl)",
     )

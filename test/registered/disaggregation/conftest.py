@@ -10,7 +10,6 @@ the end of the session names one that is not.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pd_parity import Pair, native_specs, route
 from pd_prompts import References
 
-from dspark_pd.bed import Bed, BedError, Engine, EngineSpec
-from dspark_pd.bed.checks import check_backend
+from dspark_pd.bed import Bed, Engine, EngineSpec
 
 
 class MooncakeBed(Bed):
@@ -32,17 +30,6 @@ class MooncakeBed(Bed):
 
     def start(self, specs: Sequence[EngineSpec]) -> list[Engine]:
         return super().start([replace(s, transfer_backend="mooncake") for s in specs])
-
-
-@pytest.fixture(scope="session")
-def mooncake() -> None:
-    """Mooncake loads; without it skip, or fail under ``CI=true``."""
-    try:
-        check_backend("mooncake")
-    except BedError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
-        pytest.skip(f"{error.summary}: {error.found}")
 
 
 @pytest.fixture(scope="session")
