@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +71,7 @@ def sampler(monkeypatch):
 
     monkeypatch.setattr(module, "multinomial_with_seed", sampling.draw_by_seed)
     original = module.top_k_top_p_min_p_sampling_from_probs_torch
-    return lambda *args: sampling.min_p_before(original, *args)
+    return partial(sampling.draw_among_kept, original)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,38 @@ def test_the_first_token_follows_top_k_top_p_and_min_p(sampler, top_k, top_p, mi
     assert 1 < kept.sum() < VOCABULARY
     p = p_value(tokens.long().unsqueeze(-1), expected / expected.sum())
     assert p > LEAST_P
+
+
+def test_a_row_without_these_fields_draws_the_same_beside_one_that_has_them(sampler):
+    """One such row sends the whole batch to this sampler, and it must not matter."""
+    rows = tables(1)[0][0].repeat(64, 1)
+    alone = sampling.draw_by_seed(rows.log(), SEEDS[:64], POSITIONS[:64])
+    beside = sampler(
+        rows,
+        torch.full((64,), 1 << 30),
+        torch.ones(64),
+        torch.zeros(64),
+        True,
+        SEEDS[:64],
+        POSITIONS[:64],
+    )
+    assert beside.tolist() == alone.view(-1).tolist()
+
+
+def test_filtered_weights_are_given_with_the_token_that_was_drawn(sampler):
+    if "return_filtered_probs" not in signature(sampler.args[0]).parameters:
+        pytest.skip("this release does not give them")
+    rows = tables(1)[0][0].repeat(64, 1)
+    fields = (torch.full((64,), 3), torch.ones(64), torch.zeros(64), False)
+    where = (SEEDS[:64], POSITIONS[:64])
+    plain = sampler(rows.clone(), *fields, *where)
+    tokens, weights, order, weight = sampler(
+        rows.clone(), *fields, *where, return_filtered_probs=True
+    )
+    assert tokens.tolist() == plain.tolist()
+    assert (weights > 0).sum(dim=-1).tolist() == [3] * 64
+    assert weight.tolist() == rows.gather(1, tokens.long().view(-1, 1)).flatten().tolist()
+    assert (order.gather(1, weights.argmax(-1, keepdim=True)) == rows.argmax(-1)[0]).all()
 
 
 def draft_once(rows, seeds, *, temperature=0.7, logits=None):

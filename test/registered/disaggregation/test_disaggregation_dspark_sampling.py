@@ -92,6 +92,22 @@ def test_a_seed_gives_the_same_tokens_again_and_in_any_batch(
     assert set(outcome(batched)) == set(outcome(single))
 
 
+def test_a_seed_gives_the_same_tokens_beside_other_fields(unified: Engine) -> None:
+    """The requests of one body are prefilled together; the router takes no such body."""
+
+    def drawn(*mates: dict[str, Any]) -> list[list[int]]:
+        how = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        seeded = [{**how, "sampling_seed": seed} for seed in SEEDS]
+        fields = [*seeded, *({**how, **mate} for mate in mates)]
+        body = {"input_ids": [UNSURE] * len(fields), "sampling_params": fields}
+        answers = web.call(f"{unified.url}/generate", body)
+        return [answer["output_ids"] for answer in answers][: len(seeded)]
+
+    alone = drawn()
+    for mate in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.2}):
+        assert drawn(mate) == alone, mate
+
+
 def test_without_a_seed_tokens_differ(native_pair: Pair) -> None:
     replies = native_pair.client.generate([UNSURE] * 6, NEW_TOKENS, temperature=1.5)
     assert len({reply.output_ids for reply in replies}) > 1

@@ -230,7 +230,7 @@ TABLE: tuple[Adaptation, ...] = (
         module="sglang.srt.layers.sampler",
         name="top_k_top_p_min_p_sampling_from_probs_torch",
         kind="around",
-        hook=f"{_PACKAGE}.sampling:min_p_before",
+        hook=f"{_PACKAGE}.sampling:draw_among_kept",
         params=(
             "probs",
             "top_ks",
@@ -243,8 +243,9 @@ TABLE: tuple[Adaptation, ...] = (
             "max_top_k",
         ),
         optional=("return_filtered_probs", "max_top_k"),
-        why="asserts that no request of a batch with min-p has a seed",
-        seam="min-p with a seed, which the draw allows",
+        why="a seed gives another token beside a request that has such a field, and "
+        "min-p refuses seeds",
+        seam="a draw with seeds in the vocabulary's order, after all three filters",
     ),
     Adaptation(
         module="sglang.srt.speculative.dspark_components.dspark_worker_v2",

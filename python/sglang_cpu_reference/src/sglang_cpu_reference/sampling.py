@@ -1,8 +1,8 @@
 """Sampling of single tokens with each request's own numbers (``coins.py``).
 
 SGLang's sampler calls these with the seeds of the batch: :func:`draw_by_seed` for the
-token itself, :func:`min_p_before` on the way to it, :func:`draft_step` for the tokens
-that DSPARK's draft proposes.
+token itself, :func:`draw_among_kept` where top-k, top-p or min-p leave some out,
+:func:`draft_step` for the tokens that DSPARK's draft proposes.
 """
 
 from __future__ import annotations
@@ -51,25 +51,57 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum(index, last)
 
 
-def min_p_before(
+def draw_among_kept(
     original: Callable[..., Any],
     probs: Tensor,
     top_ks: Tensor,
     top_ps: Tensor,
     min_ps: Tensor,
     need_min_p_sampling: bool,
-    *args: Any,
+    sampling_seed: Tensor,
+    positions: Tensor,
+    *,
+    return_filtered_probs: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Around the sampler of top-k, top-p and min-p, which refuses min-p with seeds.
+    """Around the sampler of top-k, top-p and min-p: draw in the vocabulary's order.
 
-    Min-p drops the tail of the sorted probabilities and leaves the sums before it
-    as they are, so it may come first: the same tokens survive all three.
+    One request with such a field sends its whole batch here, requests without one
+    among it. The original draws from sorted tokens, where the same number is another
+    token, and refuses min-p with seeds.
+
+    Returns:
+        As the original: int32 ``[rows]``, or four tensors with the filtered weights.
     """
-    if need_min_p_sampling:
-        least = probs.amax(dim=-1, keepdim=True) * min_ps.view(-1, 1)
-        probs = probs.masked_fill(probs < least, 0.0)
-    return original(probs, top_ks, top_ps, min_ps, False, *args, **kwargs)
+    kept = _kept(probs, top_ks, top_ps, min_ps if need_min_p_sampling else None)
+    drawn = draw_by_seed(kept.log(), sampling_seed, positions).int()
+    if not return_filtered_probs:
+        return drawn.view(-1)
+    _, weights, order, _ = original(
+        kept,
+        top_ks,
+        top_ps,
+        min_ps,
+        False,
+        sampling_seed,
+        positions,
+        return_filtered_probs=True,
+        **kwargs,
+    )
+    return drawn.view(-1), weights, order, kept.gather(1, drawn.long()).view(-1)
+
+
+def _kept(
+    probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None
+) -> Tensor:
+    """The weights that survive all three filters, in their place; the others 0."""
+    ranked, order = probs.sort(dim=-1, descending=True)
+    before = ranked.cumsum(dim=-1) - ranked
+    keep = torch.arange(probs.shape[-1]) < top_ks.view(-1, 1)
+    keep &= before <= top_ps.view(-1, 1)
+    if min_ps is not None:
+        keep &= ranked >= ranked[:, :1] * min_ps.view(-1, 1)
+    return torch.zeros_like(probs).scatter(-1, order, ranked * keep)
 
 
 _BY_ROW = ("base_logits", "bias", "temperatures", "logits_out")
