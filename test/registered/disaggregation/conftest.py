@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,18 @@ def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
         yield bed
         bed.keep_logs = bool(request.session.testsfailed)
         bed.assert_healthy()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
+    """A failed test shows how the log of each engine ends: under CI no file is left."""
+    report = yield
+    bed = getattr(item, "funcargs", {}).get("bed")
+    if report.failed and bed is not None:
+        for server in bed.servers:
+            if isinstance(server, Engine):
+                report.sections.append((f"log of {server.name}", server.log_tail(12)))
+    return report
 
 
 @pytest.fixture(scope="session")
