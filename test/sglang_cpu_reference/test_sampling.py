@@ -128,8 +128,12 @@ def test_filtered_weights_are_given_with_the_token_that_was_drawn(sampler):
     )
     assert tokens.tolist() == plain.tolist()
     assert (weights > 0).sum(dim=-1).tolist() == [3] * 64
-    assert weight.tolist() == rows.gather(1, tokens.long().view(-1, 1)).flatten().tolist()
-    assert (order.gather(1, weights.argmax(-1, keepdim=True)) == rows.argmax(-1)[0]).all()
+    assert (
+        weight.tolist() == rows.gather(1, tokens.long().view(-1, 1)).flatten().tolist()
+    )
+    assert (
+        order.gather(1, weights.argmax(-1, keepdim=True)) == rows.argmax(-1)[0]
+    ).all()
 
 
 def draft_once(rows, seeds, *, temperature=0.7, logits=None):

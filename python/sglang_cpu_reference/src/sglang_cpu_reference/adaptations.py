@@ -100,6 +100,15 @@ TABLE: tuple[Adaptation, ...] = (
         seam="--sleep-on-idle covers fully idle schedulers only",
     ),
     Adaptation(
+        module="sglang.srt.managers.data_parallel_controller",
+        name="DataParallelController.event_loop",
+        kind="around",
+        hook=f"{_PACKAGE}.idle:listen_patiently",
+        params=("self",),
+        why="the process that shares out requests between ranks of attention DP spins",
+        seam="its loop could wait for its socket, as --sleep-on-idle lets schedulers",
+    ),
+    Adaptation(
         module="sglang.srt.mem_cache.pool_host.base",
         name="HICACHE_HOST_MEMORY_RESERVE_BYTES",
         kind="constant",
