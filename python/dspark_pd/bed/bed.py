@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Spec = TypeVar("Spec", EngineSpec, RouterSpec)
 
 START_TIMEOUT_S = 300.0
-_POLL_S = 0.5
+_POLL_S = 0.1
 _PROGRESS_EVERY_S = 15.0
 _HEALTH_TRIES = 3
 
@@ -205,12 +205,14 @@ class Bed:
             for server in [s for s in waiting if s not in not_yet]:
                 self._say(f"{server.name}: ready after {_since(began)}")
             waiting = not_yet
+            if not waiting:
+                return
             now = time.monotonic()
-            if waiting and now - began > self._limit_s:
+            if now - began > self._limit_s:
                 raise diagnosis.failure(
                     waiting[0], f"was not ready after {self._limit_s:.0f} s"
                 )
-            if waiting and now - said > _PROGRESS_EVERY_S:
+            if now - said > _PROGRESS_EVERY_S:
                 said = now
                 names = ", ".join(server.name for server in waiting)
                 self._say(f"waiting for {names} ({_since(began)})")
