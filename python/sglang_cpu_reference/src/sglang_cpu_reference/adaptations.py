@@ -85,10 +85,11 @@ TABLE: tuple[Adaptation, ...] = (
         module="sglang.srt.entrypoints.engine",
         name="_set_envs_and_config",
         kind="after",
-        hook=f"{_PACKAGE}.forking:start_by_fork",
+        hook=f"{_PACKAGE}.launching:before_processes_start",
         params=("server_args",),
-        why="each process of an engine imports everything anew",
-        seam="a platform hook for the start method; spawn is for CUDA's sake",
+        why="each process of an engine imports everything anew, and Gloo's threads of "
+        "several ranks keep each other from the cores",
+        seam="a platform hook before processes start, also for how; spawn is for CUDA",
     ),
     Adaptation(
         module="sglang.srt.managers.scheduler",

@@ -17,8 +17,7 @@ import os
 FORK_ENV = "SGLANG_CPU_REFERENCE_FORK"
 
 
-def start_by_fork(result: object, *args: object, **kwargs: object) -> None:
-    """Hook after the step of SGLang's launcher that chooses ``spawn``."""
-    del result, args, kwargs
+def start_by_fork() -> None:
+    """Let processes start by fork, unless the user says otherwise."""
     if os.environ.get(FORK_ENV) != "0":
         multiprocessing.set_start_method("fork", force=True)
