@@ -12,7 +12,6 @@ import pytest
 
 _KINDS = ("unit", "e2e", "release")
 _ENGINES = "test/registered/disaggregation/test_disaggregation_dspark_"
-# Mooncake comes last of these: it spins while it waits, and slows what runs beside it.
 _FAULTS = ("fault", "leg", "measure", "mismatch", "mooncake")
 
 

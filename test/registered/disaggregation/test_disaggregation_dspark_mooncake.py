@@ -2,11 +2,10 @@
 
 KV of target and draft, and hidden states, cross over Mooncake's TCP transport. Two
 prefills and two decodes make four pairs, of one and two stages, with and without overlap
-on decode; then a tail. Mooncake, told no layer ids, would guess where V begins from whether
-one count of layers divides the other; for both stages here that guess is wrong, and the
-draft's context would show it. `--transfer-backend mooncake` runs the other modules over
-Mooncake, with all they claim: `native` has tensor parallel sizes, equal and not, whose
-ranks spin while they wait, too many of them for two cores that other tests use as well.
+on decode; two more have two ranks; then a tail. Mooncake, told no layer ids, would guess
+where V begins from whether one count of layers divides the other; for both stages here
+that guess is wrong, and the draft's context would show it. `--transfer-backend mooncake`
+runs the other modules over Mooncake, with all they claim.
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 FRAMES = 1000
 ALL, FEW = ("short", "mixed", "chunked", "beyond"), ("short", "chunked")
 PAIRS = {"p-to-d": ALL, "pp2-to-d": ALL, "p-to-d2": ALL, "pp2-to-d2": FEW}
+# Ranks that are not equal move KV token by token, a head of each at a time.
+RANKS = {"tp2-to-dtp2": ALL, "p-to-dtp2": FEW, "tp2-to-d": FEW}
 
 
 def retracted(decode: Engine) -> int:
@@ -136,6 +137,30 @@ class TestNative:
         abort_at_random(*engines, PROMPT_SETS["chunked"])
         assert_parity(send(fleet.client("pp2-to-d"), "short"), "short", references)
         assert [empty_within(engine) for engine in engines] == [{}, {}]
+
+
+class TestTensorParallel:
+    """Two ranks on both engines, or on one of them."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def ranks(cls, bed: Bed, fleet: Fleet) -> Iterator[None]:
+        started = bed.start(native_specs("mc-tp2", tp=2, **OVER))
+        fleet.engines.update(zip(("tp2", "dtp2"), started, strict=True))
+        yield
+        bed.stop(*(fleet.engines.pop(name) for name in ("tp2", "dtp2")))
+
+    @pytest.mark.parametrize("pair", RANKS)
+    def test_mooncake_ranks(
+        self, fleet: Fleet, references: References, pair: str
+    ) -> None:
+        prefill = fleet.engines[pair.split("-to-")[0]]
+        for name in RANKS[pair]:
+            before = prefill.bytes_posted()
+            replies = send(fleet.client(pair), name)
+            assert_parity(replies, name, references)
+            assert_both_paths_ran(replies)
+            assert_moved(prefill.bytes_posted() - before, name, copies=8)
 
 
 @dataclass(frozen=True)
