@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -41,7 +41,7 @@ from pd_prompts import PROMPT_SETS, References, send
 from pd_tail import SETS, decode_spec, prefill_spec
 from pd_tail import assert_moved as assert_tail_moved
 
-from dspark_pd.bed import MODELS, Bed, Client, Engine, Router
+from dspark_pd.bed import MODELS, Bed, Client, Engine, EngineSpec, Router
 from dspark_pd.bed.leftovers import empty_within
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("mooncake")]
@@ -72,6 +72,28 @@ class Fleet:
         prefill, decode = pair.split("-to-")
         return Client.direct(self.engines[prefill], self.engines[decode])
 
+    def with_others(self, bed: Bed, specs: dict[str, EngineSpec]) -> Iterator[None]:
+        """The body of a fixture that adds engines for a while."""
+        self.engines.update(zip(specs, bed.start(list(specs.values())), strict=True))
+        yield
+        bed.stop(*(self.engines.pop(name) for name in specs))
+
+    def assert_parity(
+        self,
+        references: References,
+        pair: str,
+        names: Sequence[str],
+        copies: int = 4,
+    ) -> None:
+        """Answers of unified serving, and the bytes of KV with `copies` of metadata."""
+        prefill = self.engines[pair.split("-to-")[0]]
+        for name in names:
+            before = prefill.bytes_posted()
+            replies = send(self.client(pair), name)
+            assert_parity(replies, name, references)
+            assert_both_paths_ran(replies)
+            assert_moved(prefill.bytes_posted() - before, name, copies)
+
 
 @pytest.fixture(scope="module")
 def fleet(bed: Bed, references: References, mooncake: None) -> Iterator[Fleet]:
@@ -96,9 +118,7 @@ def more(bed: Bed, fleet: Fleet) -> Iterator[None]:
         "pp2": replace(prefill, pp=2),
         "d2": replace(decode, overlap=False, env=RETRACT),
     }
-    fleet.engines.update(zip(specs, bed.start(list(specs.values())), strict=True))
-    yield
-    bed.stop(*(fleet.engines.pop(name) for name in specs))
+    yield from fleet.with_others(bed, specs)
 
 
 @pytest.mark.usefixtures("more")
@@ -109,13 +129,7 @@ class TestNative:
     def test_mooncake_parity(
         self, fleet: Fleet, references: References, pair: str
     ) -> None:
-        prefill = fleet.engines[pair.split("-to-")[0]]
-        for name in PAIRS[pair]:
-            before = prefill.bytes_posted()
-            replies = send(fleet.client(pair), name)
-            assert_parity(replies, name, references)
-            assert_both_paths_ran(replies)
-            assert_moved(prefill.bytes_posted() - before, name)
+        fleet.assert_parity(references, pair, PAIRS[pair])
 
     def test_mooncake_batches_and_retraction(self, fleet: Fleet) -> None:
         """What ran before did run in batches, and was retracted where that was asked."""
@@ -145,22 +159,14 @@ class TestTensorParallel:
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def ranks(cls, bed: Bed, fleet: Fleet) -> Iterator[None]:
-        started = bed.start(native_specs("mc-tp2", tp=2, **OVER))
-        fleet.engines.update(zip(("tp2", "dtp2"), started, strict=True))
-        yield
-        bed.stop(*(fleet.engines.pop(name) for name in ("tp2", "dtp2")))
+        prefill, decode = native_specs("mc-tp2", tp=2, **OVER)
+        yield from fleet.with_others(bed, {"tp2": prefill, "dtp2": decode})
 
     @pytest.mark.parametrize("pair", RANKS)
     def test_mooncake_ranks(
         self, fleet: Fleet, references: References, pair: str
     ) -> None:
-        prefill = fleet.engines[pair.split("-to-")[0]]
-        for name in RANKS[pair]:
-            before = prefill.bytes_posted()
-            replies = send(fleet.client(pair), name)
-            assert_parity(replies, name, references)
-            assert_both_paths_ran(replies)
-            assert_moved(prefill.bytes_posted() - before, name, copies=8)
+        fleet.assert_parity(references, pair, RANKS[pair], copies=8)
 
 
 @dataclass(frozen=True)
